@@ -1,0 +1,56 @@
+"""Floor 3: attention over packed blocks. ``KERNELS`` lists the kernels, best first; the first that fits runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvbits.attend import reference
+from kvbits.attend.call import Call
+from kvbits.attend.view import KVView
+
+__all__ = ["KERNELS", "Call", "KVView", "Kernel", "attend", "choose", "explain"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to run a :class:`Call`.
+
+    Attributes:
+        name: for ``explain`` and for results.
+        why_not: reasons why it cannot run this call; empty where it can.
+        run: the call to ``[B, Hq, q, Dv]`` in the query's dtype.
+    """
+
+    name: str
+    why_not: Callable[[Call], list[str]]
+    run: Callable[[Call], torch.Tensor]
+
+
+KERNELS: tuple[Kernel, ...] = (Kernel("reference", reference.why_not, reference.run),)
+
+
+def choose(call: Call) -> Kernel:
+    """The first kernel without a reason against it."""
+    for kernel in KERNELS:
+        if not kernel.why_not(call):
+            return kernel
+    raise ValueError("no kernel fits this call: " + "; ".join(explain(call)))
+
+
+def explain(call: Call) -> list[str]:
+    """One line for each kernel: ``name: runs``, ``name: fits, but a better one runs``, or its reasons against."""
+    lines, found = [], False
+    for kernel in KERNELS:
+        reasons = kernel.why_not(call)
+        fits = "fits, but a better one runs" if found else "runs"
+        lines.append(f"{kernel.name}: {', '.join(reasons) if reasons else fits}")
+        found = found or not reasons
+    return lines
+
+
+def attend(call: Call) -> torch.Tensor:
+    """Run the best kernel: ``[B, Hq, q, Dv]`` in the query's dtype."""
+    return choose(call).run(call)

@@ -1,0 +1,140 @@
+"""The reference kernel: plain PyTorch for every device, dtype and format, and the definition of what is right.
+
+History is decoded a tile at a time and met by an online softmax (Milakov & Gimelshein, arXiv 1805.02867; Dao et al.,
+arXiv 2205.14135, algorithm 1): neither the decoded cache nor a score matrix over the context ever exists. Sums are
+float32 (float64 for float64 queries). Grouped queries meet a KV head's tile together; keys are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvbits.attend.call import Call
+
+TILE_ELEMENTS = 2**19
+"""Decoded elements of K or of V in one tile, over all rows and heads (2 MB in float32)."""
+
+SCORE_ELEMENTS = 2**21
+"""Scores alive at once: longer chunks of queries meet a tile in pieces."""
+
+
+def why_not(call: Call) -> list[str]:
+    """Nothing: it runs everywhere."""
+    return []
+
+
+def run(call: Call) -> torch.Tensor:
+    """``[B, Hq, q, Dv]`` in the query's dtype. See :class:`kvbits.attend.Call`."""
+    view, query = call.view, call.query
+    heads = view.keys.shape[1]
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    grouped = (query.to(compute) * call.scaling).unflatten(1, (heads, -1))  # [B, H, G, q, Dk]
+    softmax = _OnlineSoftmax(grouped, view.values.shape[-1], call.softcap)
+    for keys, values, mask in _pieces(call, compute):
+        softmax.add(keys, values, mask)
+    return softmax.finish(call.sink_logits).flatten(1, 2).to(query.dtype)
+
+
+class _OnlineSoftmax:
+    """Softmax over pieces of the context: the running maximum, the sum of weights and their weighted values."""
+
+    def __init__(self, query: torch.Tensor, value_channels: int, softcap: float | None) -> None:
+        self.query, self.softcap = query, softcap
+        shape = query.shape[:-1]  # [B, H, G, q]
+        self.top = query.new_full((*shape, 1), -torch.inf)
+        self.weight = query.new_zeros(*shape, 1)
+        self.total = query.new_zeros(*shape, value_channels)
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Meet ``keys [B, H, t, Dk]`` and ``values [B, H, t, Dv]`` under ``mask [B|1, H|1, G|1, q, t]``."""
+        batch, heads, groups, queries, _ = self.query.shape
+        step = max(1, SCORE_ELEMENTS // (batch * heads * groups * keys.shape[2]))
+        for first in range(0, queries, step):
+            piece = slice(first, min(queries, first + step))
+            self._add(piece, keys, values, None if mask is None else mask[..., piece, :])
+
+    def _add(self, piece: slice, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
+        query = self.query[..., piece, :]
+        shape = query.shape[:-1]
+        scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, shape[2:])  # [B, H, G, q, t]
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh_().mul_(self.softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        old = self.top[..., piece, :]
+        top = torch.maximum(old, scores.amax(-1, keepdim=True))
+        base = top if mask is None else top.masked_fill(top == -torch.inf, 0.0)  # rows that see nothing yet
+        weights = scores.sub_(base).exp_()
+        scale = (old - base).exp_()
+        summed = (weights.flatten(2, 3) @ values).unflatten(2, shape[2:])
+        self.weight[..., piece, :] = self.weight[..., piece, :] * scale + weights.sum(-1, keepdim=True)
+        self.total[..., piece, :] = self.total[..., piece, :] * scale + summed
+        self.top[..., piece, :] = top
+
+    def finish(self, sink_logits: torch.Tensor | None) -> torch.Tensor:
+        """Weighted mean of the values, ``[B, H, G, q, Dv]``; zero where a query saw nothing."""
+        if sink_logits is not None:
+            logits = sink_logits.to(self.top.dtype).view(1, *self.query.shape[1:3], 1, 1)
+            top = torch.maximum(self.top, logits)
+            scale = (self.top - top).exp()
+            self.weight = self.weight * scale + (logits - top).exp()
+            self.total = self.total * scale
+        return self.total / self.weight.masked_fill(self.weight == 0, 1.0)
+
+
+def _pieces(call: Call, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Keys, values and mask of one tile of history after the other, then of the exact tokens."""
+    view, device = call.view, call.query.device
+    blocks = view.blocks
+    batch, heads, _, channels = view.keys.shape
+    channels = max(channels, view.values.shape[-1])
+    step = max(1, TILE_ELEMENTS // (batch * heads * channels * blocks.record.tokens))
+    for first in range(0, blocks.longest, step):
+        last = min(first + step, blocks.longest)
+        mask = None
+        if not _all_visible(call):
+            mask = _mask(call, *view.packed_tokens(first, last, device))
+        keys, values = view.decode(first, last)
+        yield keys.to(dtype), values.to(dtype), mask
+    if view.keys.shape[2]:
+        mask = None
+        if call.query.shape[2] > 1 or not _all_visible(call):
+            mask = _mask(call, *view.exact_tokens(device))
+        yield view.keys.to(dtype), view.values.to(dtype), mask
+
+
+def _all_visible(call: Call) -> bool:
+    """Whether every query sees the whole history before this call."""
+    view = call.view
+    return call.mask is None and call.window is None and view.rows.valid is None and view.offset == 0
+
+
+def _mask(call: Call, token: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """What each query sees of own tokens ``token``: bool or additive ``[B|1, H|1, G|1, q, t]``.
+
+    Args:
+        call: the call.
+        token: own token numbers, ``[t]`` or ``[B, t]``.
+        live: bool ``[B, t]``, which rows have them.
+    """
+    view = call.view
+    batch, heads, queries = view.keys.shape[0], view.keys.shape[1], call.query.shape[2]
+    column = view.columns_of(token.expand(batch, -1))[:, None, None, :]  # [B, 1, 1, t]
+    seen = (live[:, None, None, :]) & (column >= view.offset)
+    query_column = torch.arange(view.rows.columns - queries, view.rows.columns, device=column.device)[:, None]
+    if call.mask is None:
+        seen = seen & (column <= query_column)
+    if call.window is not None:
+        seen = seen & (column > query_column - call.window)
+    if call.mask is None:
+        return seen[:, :, None]
+    index = (column - view.offset).clamp(min=0)
+    given = call.mask.expand(batch, -1, -1, -1)
+    given = given.take_along_dim(index.expand(batch, given.shape[1], queries, -1), dim=-1)
+    if given.dtype == torch.bool:
+        given = given & seen
+    else:
+        given = given.to(torch.float32).masked_fill(~seen, -torch.inf)
+    return given.unflatten(1, (heads, -1) if given.shape[1] > 1 else (1, 1))

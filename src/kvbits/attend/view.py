@@ -1,0 +1,111 @@
+"""``KVView``: one layer's keys and values as attention sees them, at one moment. Nothing in it ever changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvbits.rows import Rows
+from kvbits.scheme import Scheme
+from kvbits.store import Blocks
+from kvbits.types import Params
+
+
+@dataclass(frozen=True)
+class KVView:
+    """Sinks, packed history and recent tokens of one layer, the tokens of this call included.
+
+    A row's own tokens ``0, 1, 2, ...`` are: ``sinks`` exact ones, then its packed blocks, then the rest exact.
+
+    Attributes:
+        scheme: the layer's scheme.
+        keys, values: exact tokens ``[B, H, L, Dk]`` and ``[B, H, L, Dv]``: first the sinks, then the most recent
+            ones; zero beyond a row's own count.
+        held: exact tokens of each row.
+        sinks: how many of them come before the packed ones.
+        blocks: the packed tokens.
+        key_params, value_params: what the codecs learned for this layer.
+        rows: which columns hold text.
+        dropped: own tokens before the first packed one that a sliding window has left behind.
+        offset: the first column that the layer may still see; masks begin there.
+    """
+
+    scheme: Scheme
+    keys: torch.Tensor
+    values: torch.Tensor
+    held: tuple[int, ...]
+    sinks: int
+    blocks: Blocks
+    key_params: Params
+    value_params: Params
+    rows: Rows
+    dropped: int = 0
+    offset: int = 0
+
+    @property
+    def kv_columns(self) -> int:
+        """Columns that a mask for this view has."""
+        return self.rows.columns - self.offset
+
+    def packed_tokens(self, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Own token numbers of blocks ``first .. last - 1``, and which rows really have them.
+
+        Returns:
+            int64 ``[n * block]`` and bool ``[B, n * block]``.
+        """
+        block = self.blocks.record.tokens
+        token = torch.arange(first * block, last * block, device=device)
+        counts = torch.tensor(self.blocks.counts, device=device)[:, None] * block
+        return token + self.sinks + self.dropped, token < counts
+
+    def exact_tokens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Own token numbers of the exact slots, and which rows really have them: int64 and bool ``[B, L]``."""
+        slot = torch.arange(self.keys.shape[2], device=device)
+        packed = torch.tensor(self.blocks.counts, device=device)[:, None] * self.blocks.record.tokens + self.dropped
+        token = torch.where(slot < self.sinks, slot, slot + packed)
+        return token, slot < torch.tensor(self.held, device=device)[:, None]
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All columns from ``offset`` on, decoded: ``[B, H, columns, Dk]`` and ``[B, H, columns, Dv]``.
+
+        Padding is zero. Where nothing is packed and nothing padded this is the exact buffer itself, uncopied.
+        """
+        if self.blocks.longest == 0 and self.rows.valid is None and self.dropped == 0:
+            return self.keys[:, :, self.offset :], self.values[:, :, self.offset :]
+        sides = [(self.keys, self.keys[:, :, :0]), (self.values, self.values[:, :, :0])]
+        if self.blocks.longest:
+            keys, values = self.decode(0, self.blocks.longest)
+            sides = [(self.keys, keys.to(self.keys.dtype)), (self.values, values.to(self.values.dtype))]
+        keys, values = (self._in_columns(exact, decoded) for exact, decoded in sides)
+        return keys, values
+
+    def decode(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks ``first .. last - 1`` of all rows decoded: ``[B, H, n * block, Dk]`` and ``[B, H, n * block, Dv]``."""
+        keys, values = self.blocks.read(first, last)
+        return (
+            self.scheme.key.decode(keys, self.key_params).flatten(2, 3),
+            self.scheme.value.decode(values, self.value_params).flatten(2, 3),
+        )
+
+    def _in_columns(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+        """Own tokens ``[B, H, L, D]`` and ``[B, H, N * block, D]`` put where the model's columns are."""
+        if self.rows.valid is None:  # own tokens are columns: sinks, packed, recent
+            skip = max(0, self.offset - self.dropped)
+            return torch.cat([exact[:, :, : self.sinks], decoded, exact[:, :, self.sinks :]], dim=2)[:, :, skip:]
+        batch, heads, _, channels = exact.shape
+        device, columns = exact.device, self.kv_columns
+        pieces = ((exact, *self.exact_tokens(device)), (decoded, *self.packed_tokens(0, self.blocks.longest, device)))
+        out = exact.new_zeros(batch, columns + 1, heads, channels)  # the last column is thrown away
+        for x, token, live in pieces:
+            column = self.columns_of(token.expand(batch, -1)) - self.offset
+            column = torch.where(live & (column >= 0), column, columns)[:, :, None, None]
+            out.scatter_(1, column.expand(-1, -1, heads, channels), x.transpose(1, 2))
+        return out[:, :columns].transpose(1, 2).contiguous()
+
+    def columns_of(self, token: torch.Tensor) -> torch.Tensor:
+        """Columns of own tokens ``[B, n]``; meaningless, but in range, for tokens that a row does not have."""
+        column_of = self.rows.column_of
+        if column_of is None:
+            return token
+        return column_of.gather(1, token.clamp(max=column_of.shape[1] - 1)).clamp(min=0)

@@ -1,0 +1,359 @@
+"""Floor 4: ``LayerCache``, the cache of one layer: sinks, packed blocks, and the exact recent tokens.
+
+Append only. New tokens join the exact buffer ``[sinks | recent]``; once ``residual + block`` tokens are recent, the
+oldest ``block`` of them are encoded, once and for all. A decode step therefore copies its own token, plus a bounded
+share of one block. Only ``crop`` into a packed block decodes it, and puts its tokens back among the recent ones.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvbits.attend import KVView
+from kvbits.codecs import Codec
+from kvbits.rows import Rows
+from kvbits.scheme import Scheme
+from kvbits.store import BlockStore, Record
+from kvbits.types import Packed, Params
+
+ENCODE_BLOCKS = 16
+"""Blocks encoded at a time, so that packing a long prompt needs little memory beside it."""
+
+
+class LayerCache:
+    """Keys and values of one layer under one scheme (without overrides).
+
+    Args:
+        scheme: how to store them; see :meth:`Scheme.for_layer`.
+        window: tokens that the layer can see back to, its own included, for sliding windows; older blocks are
+            dropped and there are no sinks.
+        name: for error messages, such as ``layer 3``.
+    """
+
+    def __init__(self, scheme: Scheme, window: int | None = None, name: str = "layer") -> None:
+        if scheme.overrides:
+            raise ValueError(f"{scheme} has overrides: give a layer its own scheme, Scheme.for_layer(index, count)")
+        self.scheme, self.window, self.name = scheme, window, name
+        self.sinks = scheme.sinks if window is None else 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, also the shape, the dtype and what static codecs learned."""
+        self.rows = Rows()
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+        self.held: list[int] = []
+        self.store: BlockStore | None = None
+        self.key_params: Params = {}
+        self.value_params: Params = {}
+        self.fitted = False
+        self.dropped = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns seen so far, padding included."""
+        return self.rows.columns
+
+    # -- growing ---------------------------------------------------------------------------------------------------
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, rows: Rows | None = None) -> KVView:
+        """Add the columns of one call.
+
+        Args:
+            keys, values: ``[B, H, q, Dk]`` and ``[B, H, q, Dv]``, fp32, bf16, fp16 or fp64.
+            rows: the columns after this call; default: ``q`` more, all of them text.
+
+        Returns:
+            What attention in this call sees: the new tokens exact, whatever is packed right after.
+
+        Raises:
+            ValueError: if shape, dtype or device differ from what the cache holds, or a value to be packed is not
+                finite. The cache is then as it was.
+        """
+        keys, values = keys.detach(), values.detach()
+        self._check(keys, values)
+        batch, _, added, _ = keys.shape
+        rows = self.rows.extend(batch, added) if rows is None else rows
+        assert rows.columns == self.columns + added and rows.batch == batch
+        if self.keys is None or self.values is None:
+            self._allocate(keys, values)
+        old = self.rows.counts or (0,) * batch
+        total = [held + new - before for held, new, before in zip(self.held, rows.counts, old, strict=True)]
+        offset = 0 if self.window is None else max(0, self.columns - self.window + 1)
+        if self._packable(max(total, default=0)) == 0:
+            self._reserve(max(total, default=0))
+            for buffer, new in ((self.keys, keys), (self.values, values)):
+                _place(buffer, new, self.held, total, rows)
+            self.rows, self.held = rows, total
+            return self.view(offset)
+        view = self._append_and_pack(keys, values, rows, total, offset)
+        self._slide()
+        return view
+
+    def _packable(self, tokens: int) -> int:
+        """Blocks to pack when a row holds ``tokens`` exact ones."""
+        if self.scheme.residual is None:
+            return 0
+        return max(0, (tokens - self.sinks - self.scheme.residual) // self.scheme.block)
+
+    def _append_and_pack(
+        self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, total: list[int], offset: int
+    ) -> KVView:
+        """The path where blocks fill: encode first, then take the new state, so that an error changes nothing."""
+        assert self.keys is not None and self.values is not None and self.store is not None
+        longest = max(total)
+        work = []
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            if rows.valid is None:
+                held = buffer[:, :, : self.held[0]]
+                work.append(torch.cat([held, new], dim=2) if self.held[0] else new)
+            else:
+                space = buffer.new_zeros(*buffer.shape[:2], longest, buffer.shape[3])
+                space[:, :, : max(self.held)] = buffer[:, :, : max(self.held)]
+                _place(space, new, self.held, total, rows)
+                work.append(space)
+        blocks = [self._packable(tokens) for tokens in total]
+        params = (self.key_params, self.value_params)
+        if not self.fitted:
+            params = (self.scheme.key.fit(work[0].float()), self.scheme.value.fit(work[1].float()))
+        # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
+        ranges = [(None, blocks[0])] if rows.valid is None else list(enumerate(blocks))
+        encoded = [
+            (row, self._encode(work[0], row, count, self.scheme.key, params[0], "keys"),
+             self._encode(work[1], row, count, self.scheme.value, params[1], "values"))
+            for row, count in ranges if count
+        ]  # fmt: skip
+        self.rows, self.held, self.fitted = rows, total, True
+        self.key_params, self.value_params = params
+        view = self._view(work[0], work[1], offset)
+        for row, packed_keys, packed_values in encoded:
+            for piece_keys, piece_values in zip(packed_keys, packed_values, strict=True):
+                self.store.append(row, piece_keys, piece_values)
+        self.held = [tokens - count * self.scheme.block for tokens, count in zip(total, blocks, strict=True)]
+        self.keys = self._rest(work[0], total, blocks)
+        self.values = self._rest(work[1], total, blocks)
+        return view
+
+    def _encode(
+        self, work: torch.Tensor, row: int | None, blocks: int, codec: Codec, params: Params, what: str
+    ) -> list[Packed]:
+        block, sinks = self.scheme.block, self.sinks
+        x = work if row is None else work[row : row + 1]
+        packed = []
+        for first in range(0, blocks, ENCODE_BLOCKS):
+            last = min(blocks, first + ENCODE_BLOCKS)
+            piece = x[:, :, sinks + first * block : sinks + last * block].unflatten(2, (-1, block))
+            if not bool(torch.isfinite(piece).all()):
+                bad = int((~torch.isfinite(piece)).sum())
+                raise ValueError(
+                    f"{self.name}: {bad} of the {what} to be packed are NaN or infinite, which {codec} cannot store "
+                    "without spoiling their neighbours; the model itself is broken at this point (try float32 or "
+                    "bfloat16 instead of float16), or use the scheme 'exact'"
+                )
+            packed.append(codec.encode(piece, params))
+        return packed
+
+    def _rest(self, work: torch.Tensor, total: list[int], blocks: list[int]) -> torch.Tensor:
+        """A fresh buffer with what stays exact; the old one may still be in an attention call's hands."""
+        rest = self._buffer(work, max(self.held))
+        groups = [(slice(None), total[0], blocks[0])]
+        if len(set(zip(total, blocks, strict=True))) > 1:
+            groups = [(slice(b, b + 1), *pair) for b, pair in enumerate(zip(total, blocks, strict=True))]
+        for row, tokens, count in groups:
+            begin = min(tokens, self.sinks)
+            rest[row, :, :begin] = work[row, :, :begin]
+            left = begin + count * self.scheme.block
+            rest[row, :, begin : begin + tokens - left] = work[row, :, left:tokens]
+        return rest
+
+    def _slide(self) -> None:
+        """Drop blocks that no later query can see."""
+        if self.window is None or self.store is None or not self.store.longest:
+            return
+        # One block more than the window needs stays, so that speculative decoding can step back.
+        unseen = min(self.rows.counts) - (self.window - 1) - self.scheme.block - self.dropped
+        blocks = min(max(0, unseen) // self.scheme.block, min(self.store.counts))
+        if blocks:
+            self.store.drop_first(blocks)
+            self.dropped += blocks * self.scheme.block
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def view(self, offset: int = 0) -> KVView:
+        """What the cache holds now, from column ``offset`` on. Raises ValueError while it is empty."""
+        if self.keys is None or self.values is None:
+            raise ValueError(f"{self.name}: the cache is empty")
+        return self._view(self.keys, self.values, offset)
+
+    def _view(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> KVView:
+        assert self.store is not None
+        longest = max(self.held, default=0)
+        return KVView(
+            scheme=self.scheme,
+            keys=keys[:, :, :longest],
+            values=values[:, :, :longest],
+            held=tuple(self.held),
+            sinks=self.sinks,
+            blocks=self.store.view(),
+            key_params=self.key_params,
+            value_params=self.value_params,
+            rows=self.rows,
+            dropped=self.dropped,
+            offset=offset,
+        )
+
+    def nbytes(self) -> dict[str, int]:
+        """Real bytes by part: codes, scales, zeros, sinks, residual, slack."""
+        parts = dict.fromkeys(("codes", "scales", "zeros", "sinks", "residual", "slack"), 0)
+        if self.keys is None or self.values is None or self.store is None:
+            return parts
+        parts.update(self.store.nbytes())
+        for buffer in (self.keys, self.values):
+            token_bytes = buffer.shape[1] * buffer.shape[3] * buffer.itemsize
+            sinks = sum(min(held, self.sinks) for held in self.held)
+            parts["sinks"] += sinks * token_bytes
+            parts["residual"] += (sum(self.held) - sinks) * token_bytes
+            parts["slack"] += buffer.nbytes - sum(self.held) * token_bytes
+        parts["scales"] += sum(x.nbytes for p in (self.key_params, self.value_params) for x in p.values())
+        return parts
+
+    @property
+    def elements(self) -> int:
+        """Elements of K and V of all own tokens that are still held."""
+        if self.keys is None or self.values is None:
+            return 0
+        tokens = sum(self.rows.counts) - self.dropped * self.rows.batch
+        return tokens * self.keys.shape[1] * (self.keys.shape[3] + self.values.shape[3])
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def crop(self, columns: int, rows: Rows | None = None) -> None:
+        """Take back the last ``columns`` columns.
+
+        Raises:
+            ValueError: if there are fewer, or if a sliding window has already left behind what would be needed.
+        """
+        if not 0 <= columns <= self.columns:
+            raise ValueError(f"{self.name}: cannot take back {columns} of {self.columns} columns")
+        if columns == 0 or self.keys is None:
+            return
+        rows = self.rows.crop(columns) if rows is None else rows
+        gone = [old - new for old, new in zip(self.rows.counts, rows.counts, strict=True)]
+        if self.dropped and any(new - (self.window or 0) + 1 < self.dropped for new in rows.counts):
+            raise ValueError(
+                f"{self.name}: cannot take back {columns} columns, the sliding window of {self.window} tokens has "
+                f"left behind what the rest would see; at most {self.scheme.block} can be taken back"
+            )
+        self._unpack_last([max(0, g - max(0, held - self.sinks)) for g, held in zip(gone, self.held, strict=True)])
+        self.held = [held - g for held, g in zip(self.held, gone, strict=True)]
+        self.rows = rows
+        for buffer in (self.keys, self.values):
+            for row, held in enumerate(self.held):
+                buffer[row, :, held:] = 0  # what was taken back may hold NaN, and masks do not stop 0 * NaN
+
+    def _unpack_last(self, short: list[int]) -> None:
+        """Decode each row's last blocks back to its recent tokens until at least ``short[row]`` of them are there."""
+        assert self.keys is not None and self.values is not None and self.store is not None
+        block = self.scheme.block
+        blocks = [min(-(-tokens // block), held) for tokens, held in zip(short, self.store.counts, strict=True)]
+        if not any(blocks):
+            return
+        total = [held + count * block for held, count in zip(self.held, blocks, strict=True)]
+        view = self.store.view()
+        sides = ((self.keys, self.scheme.key, self.key_params), (self.values, self.scheme.value, self.value_params))
+        restored = []
+        for side, (buffer, codec, params) in enumerate(sides):
+            wider = self._buffer(buffer, max(total))
+            for row, (held, count) in enumerate(zip(self.held, blocks, strict=True)):
+                begin, last = min(held, self.sinks), self.store.counts[row]
+                wider[row, :, :begin] = buffer[row, :, :begin]
+                if count:
+                    packed = {name: part[row] for name, part in view.read(last - count, last)[side].items()}
+                    tokens = codec.decode(packed, params).flatten(1, 2)
+                    wider[row, :, begin : begin + count * block] = tokens.to(buffer.dtype)
+                wider[row, :, begin + count * block : total[row]] = buffer[row, :, begin:held]
+            restored.append(wider)
+        self.keys, self.values = restored
+        self.held = total
+        self.store.truncate([held - count for held, count in zip(self.store.counts, blocks, strict=True)])
+
+    def select_rows(self, index: torch.Tensor, rows: Rows | None = None) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was (int64). Packed blocks are not touched, only referred to."""
+        self.rows = self.rows.select(index) if rows is None else rows
+        if self.keys is None or self.values is None or self.store is None:
+            return
+        chosen = index.to(self.keys.device)
+        self.keys, self.values = self.keys.index_select(0, chosen), self.values.index_select(0, chosen)
+        self.held = [self.held[row] for row in index.tolist()]
+        self.store.select_rows(index)
+
+    # -- buffers ---------------------------------------------------------------------------------------------------
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"{self.name}: keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [B, H, T, Dk] and "
+                "[B, H, T, Dv] with the same B, H and T"
+            )
+        if keys.dtype != values.dtype or not keys.dtype.is_floating_point or keys.dtype.itemsize < 2:
+            raise ValueError(
+                f"{self.name}: keys {keys.dtype} and values {values.dtype} must share one of float32, bfloat16, "
+                "float16, float64"
+            )
+        if self.keys is None or self.values is None:
+            return
+        held = (self.keys.shape[0], self.keys.shape[1], self.keys.shape[3], self.values.shape[3])
+        new = (keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3])
+        if held != new:
+            raise ValueError(
+                f"{self.name}: the cache holds (rows, heads, key channels, value channels) = {held} and got {new}; "
+                "it belongs to another batch or another model: reset() it or make a new one"
+            )
+        if (self.keys.dtype, self.keys.device) != (keys.dtype, keys.device):
+            raise ValueError(
+                f"{self.name}: the cache holds {self.keys.dtype} on {self.keys.device} and got {keys.dtype} on "
+                f"{keys.device}; reset() it or make a new one"
+            )
+
+    def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        batch, heads, _, channels = keys.shape
+        scheme = self.scheme
+        record = Record.of(scheme.key, scheme.value, scheme.block, channels, values.shape[3], keys.dtype)
+        self.store = BlockStore(record, heads, batch, keys.device)
+        self.keys, self.values = self._buffer(keys, 0), self._buffer(values, 0)
+        self.held = [0] * batch
+
+    def _buffer(self, like: torch.Tensor, tokens: int) -> torch.Tensor:
+        """A zeroed exact buffer with room for ``tokens``, and for all that a scheme keeps exact before it packs."""
+        if self.scheme.residual is None:
+            room = tokens
+        else:
+            room = max(tokens, self.sinks + self.scheme.residual + self.scheme.block - 1)
+        return like.new_zeros(like.shape[0], like.shape[1], room, like.shape[3])
+
+    def _reserve(self, tokens: int) -> None:
+        assert self.keys is not None and self.values is not None
+        if tokens <= self.keys.shape[2]:
+            return
+        held = max(self.held, default=0)
+        room = tokens if held == 0 else tokens + tokens // 8 + 8  # a prompt is cut to fit, steps get room to grow
+        grown = []
+        for buffer in (self.keys, self.values):
+            wider = buffer.new_zeros(*buffer.shape[:2], room, buffer.shape[3])
+            wider[:, :, :held] = buffer[:, :, :held]
+            grown.append(wider)
+        self.keys, self.values = grown
+
+
+def _place(buffer: torch.Tensor, new: torch.Tensor, held: list[int], total: list[int], rows: Rows) -> None:
+    """Write the text columns of ``new [B, H, q, D]`` behind each row's own tokens in ``buffer``."""
+    added = new.shape[2]
+    if rows.valid is None:
+        buffer[:, :, held[0] : total[0]] = new
+        return
+    valid = rows.valid[:, rows.columns - added :]
+    for row, (first, last) in enumerate(zip(held, total, strict=True)):
+        if last - first == added:
+            buffer[row, :, first:last] = new[row]
+        elif last > first:
+            buffer[row, :, first:last] = new[row][:, valid[row]]

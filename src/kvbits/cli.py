@@ -1,0 +1,243 @@
+"""Floor 7: the command line. Every command is a few lines over the library."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvbits import __version__
+from kvbits.catalogue import CATALOGUE, RECOMMENDED
+from kvbits.scheme import BLOCK_TOKENS, Scheme
+
+if TYPE_CHECKING:
+    from kvbits.hf.run import Run
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+out, err = Console(), Console(stderr=True)
+
+Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or smollm2, the embedded small model.")]
+Schemes = Annotated[list[str] | None, typer.Option("--scheme", "-s", help="A scheme; repeat it to compare several.")]
+DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="Device for the model, such as cpu, cuda or mps.")]
+
+DEMO_TOKENS = 2000
+
+
+@app.command()
+def generate(
+    model: Model = "smollm2",
+    scheme: Schemes = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt; - is standard input.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Use only this many tokens of it.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
+    chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
+    dtype: DType = "auto",
+    device: Device = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")] = None,
+) -> None:
+    """Generate from a prompt under one or more schemes, and compare memory, speed and text.
+
+    The scheme 'exact' is Transformers' own cache. Without a prompt, the text of Python's help topics is used.
+    """
+    schemes = [_try(Scheme.parse, name) for name in scheme or [RECOMMENDED]]
+    text = _prompt_text(prompt, prompt_file)
+    runs = _generate(model, schemes, text, prompt_tokens, max_new_tokens, chat, dtype, device)
+    out.print(_table(runs))
+    if json_file is not None:
+        _try(json_file.write_text, json.dumps([_row(run, runs[0]) for run in runs], indent=1) + "\n")
+
+
+@app.command()
+def demo(
+    model: Model = "smollm2",
+    scheme: Schemes = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 60,
+    dtype: DType = "auto",
+    device: Device = "cpu",
+) -> None:
+    """The main job at a glance: a prompt of 2,000 tokens, the exact cache beside a packed one."""
+    schemes = [_try(Scheme.parse, name) for name in ["exact", *(scheme or [RECOMMENDED])]]
+    runs = _generate(model, schemes, _topics(), DEMO_TOKENS, max_new_tokens, False, dtype, device)
+    out.print(_table(runs))
+
+
+@app.command()
+def schemes() -> None:
+    """List every scheme: what is stored, its real bits per element, its source."""
+    import torch
+
+    table = Table(title="bits per element of a packed block, head_dim 128, scales and zeros included")
+    for column in ("scheme", "bits", "stored", "source", "when"):
+        table.add_column(column, justify="right" if column == "bits" else "left")
+    for entry in CATALOGUE:
+        bits = [codec.bits_per_element(BLOCK_TOKENS, 128, torch.bfloat16) for codec in (entry.key, entry.value)]
+        table.add_row(entry.name, f"{sum(bits) / 2:.2f}", entry.formula, entry.paper, entry.advice)
+    out.print(table)
+    out.print(
+        "Each grouped name also with -gs32, -gs64, -gs128 (elements that share a scale). Pairs: k=int4-channel,v=int4. "
+        "Options: residual=128, sinks=4, block=128, layers[0,1,-1]=fp8.",
+        highlight=False,
+        markup=False,
+    )
+
+
+@app.command()
+def explain(
+    model: Model = "smollm2",
+    scheme: Annotated[str, typer.Option("--scheme", "-s", help="The scheme.")] = RECOMMENDED,
+    dtype: DType = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Say for each layer of a model which kernel computes attention under a scheme, and why."""
+    parsed = _try(Scheme.parse, scheme)
+    loaded, _ = _load(model, dtype, device)
+    from kvbits.hf.explain import explain as explain_layers
+
+    out.print(str(_try(explain_layers, loaded, parsed)), markup=False, highlight=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    out.print(__version__, highlight=False)
+
+
+def _generate(
+    name: str, schemes: list[Scheme], text: str, limit: int | None, steps: int, chat: bool, dtype: str, device: str
+) -> list[Run]:
+    model, tokenizer = _load(name, dtype, device)
+    from kvbits.hf.run import run
+
+    if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            _fail(f"{name} has no chat template; leave out --chat")
+        turn = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).input_ids[:, :limit].to(model.device)
+    if not ids.shape[1]:
+        _fail("the prompt is empty; give --prompt or --prompt-file")
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and ids.shape[1] + steps > longest:
+        err.print(f"warning: {ids.shape[1]} + {steps} tokens are more than the {longest} that {name} was made for")
+    runs = []
+    for scheme in schemes:
+        out.rule(f"{scheme}, prompt of {ids.shape[1]} tokens")
+        show, finish = _streamer(tokenizer)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        runs.append(_try(run, model, ids, scheme, steps, show, pad_token_id=pad))
+        finish()
+    return runs
+
+
+def _streamer(tokenizer: Any) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """Print text as its tokens come: only what more tokens can no longer change."""
+    tokens: list[int] = []
+    shown = 0
+
+    def write(end: bool) -> None:
+        nonlocal shown
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        stop = len(text) if end or text.endswith(("\n", " ")) else text.rfind(" ") + 1
+        if stop > shown and not (text.endswith("\N{REPLACEMENT CHARACTER}") and not end):
+            sys.stdout.write(text[shown:stop])
+            sys.stdout.flush()
+            shown = stop
+
+    def show(token: int) -> None:
+        tokens.append(token)
+        write(end=False)
+
+    def finish() -> None:
+        write(end=True)
+        sys.stdout.write("\n")
+
+    return show, finish
+
+
+def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        _fail(f"--dtype {dtype} is unknown; allowed are auto, float32, bfloat16, float16")
+    import torch
+    from transformers.utils import logging
+
+    from kvbits.hf.loading import load_model, load_tokenizer
+
+    logging.set_verbosity_error()
+    with err.status(f"loading {name}"):
+        tokenizer = _try(load_tokenizer, name)
+        model = _try(load_model, name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        return _try(model.to, device), tokenizer
+
+
+def _prompt_text(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        _fail("give --prompt or --prompt-file, not both")
+    if prompt is not None:
+        return prompt
+    if file is None:
+        return _topics()
+    return sys.stdin.read() if str(file) == "-" else str(_try(file.read_text, encoding="utf-8"))
+
+
+def _topics() -> str:
+    """Real English on any Python: the prose of its own help topics on objects and execution, about 5,000 tokens."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in ("objects", "execmodel", "exceptions", "types"))[:20_000]
+
+
+def _row(run: Run, first: Run) -> dict[str, Any]:
+    return {
+        "scheme": run.scheme,
+        "prompt_tokens": run.prompt_tokens,
+        "new_tokens": len(run.tokens),
+        "kv_bytes": run.kv_bytes,
+        "bytes_ratio": first.kv_bytes / run.kv_bytes,
+        "prefill_tokens_per_second": run.prefill_rate,
+        "decode_tokens_per_second": run.decode_rate,
+        "leading_tokens_equal": run.agreement(first),
+    }
+
+
+def _table(runs: list[Run]) -> Table:
+    first = runs[0]
+    table = Table(caption=f"smaller, agreement: against {first.scheme}; KV bytes really allocated, after the last token")
+    for column in ("scheme", "KV bytes", "smaller", "prefill tok/s", "decode tok/s", "leading tokens equal"):
+        table.add_column(column, justify="left" if column == "scheme" else "right")
+    for run in runs:
+        row = _row(run, first)
+        rate = row["decode_tokens_per_second"]
+        table.add_row(
+            run.scheme,
+            f"{run.kv_bytes:,}",
+            f"{row['bytes_ratio']:.2f}x",
+            f"{run.prefill_rate:.1f}",
+            "-" if rate is None else f"{rate:.1f}",
+            f"{row['leading_tokens_equal']} of {len(first.tokens)}",
+        )
+    return table
+
+
+def _try(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call; turn what a user can cause into one line and exit status 2."""
+    try:
+        return function(*args, **kwargs)
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, NotImplementedError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    err.print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

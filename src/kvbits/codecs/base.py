@@ -1,0 +1,66 @@
+"""What a codec is: three verbs and one declaration. To add a method, write one file like ``affine.py``."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbits.types import Format, Packed, Params, Part
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """A method that turns blocks of exact K or V into few bits and back. Stateless and frozen.
+
+    Every verb takes leading dimensions of any number and size; a *block* is the last two, ``[T, D]``. Blocks, heads
+    and rows are encoded independently of each other: nothing but ``params`` is shared.
+    """
+
+    pattern: ClassVar[re.Pattern[str]]
+    """The spellings that :meth:`parse` accepts; its groups are what :meth:`from_match` gets."""
+
+    examples: ClassVar[tuple[str, ...]]
+    """Spellings that name every variant, for error messages and for tests."""
+
+    @classmethod
+    @abstractmethod
+    def from_match(cls, match: re.Match[str]) -> Codec:
+        """Build the codec from a match of :attr:`pattern`; raise ValueError for an impossible one."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The canonical spelling, which parses back to an equal codec."""
+
+    @property
+    @abstractmethod
+    def format(self) -> Format:
+        """How the bits lie."""
+
+    @property
+    def block_multiple(self) -> int:
+        """A block must be a multiple of this many tokens."""
+        return 8
+
+    @abstractmethod
+    def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
+        """The parts of one block ``[tokens, channels]``; ``dtype`` is that of the exact K and V."""
+
+    def fit(self, samples: torch.Tensor) -> Params:
+        """Learn static parameters from float32 ``samples [..., T, D]`` of one layer. Default: none."""
+        return {}
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor, params: Params) -> Packed:
+        """Encode finite ``x [..., T, D]``; each returned tensor is ``[..., *part.shape]``."""
+
+    @abstractmethod
+    def decode(self, packed: Packed, params: Params) -> torch.Tensor:
+        """Decode to ``[..., T, D]``, in float32 unless the codec stores elements exactly."""
+
+    def bits_per_element(self, tokens: int, channels: int, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Bits per element of one block, every part included, from :meth:`layout`."""
+        return 8 * sum(part.nbytes for part in self.layout(tokens, channels, dtype)) / (tokens * channels)

@@ -1,0 +1,101 @@
+"""``fp8`` and ``fp8-static``: e4m3 floating point, scaled per token and head, or once per layer and tensor.
+
+One static scale for a whole tensor (as in Hugging Face's and vLLM's fp8 caches) loses small keys beside large ones
+and saturates on what came later; ``fp8`` spends 16 bits per token and head to exclude both. ``fp8-static`` keeps the
+static scale for those who want exactly 8 bits: with headroom of 8x, and a warning where a value still saturates.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from kvbits.codecs.base import Codec
+from kvbits.numerics import affine, float8
+from kvbits.types import Format, Packed, Params, Part
+
+HEADROOM = 8.0
+"""How far above the largest sample a static scale reaches; e4m3 pays for it with 3 of its 18 octaves, not in bits."""
+
+
+@dataclass(frozen=True)
+class Fp8(Codec):
+    """e4m3 with a scale per token and head: ``x ~ scale * e4m3``."""
+
+    pattern = re.compile("fp8")
+    examples = ("fp8",)
+
+    @classmethod
+    def from_match(cls, match: re.Match[str]) -> Fp8:
+        return cls()
+
+    def __str__(self) -> str:
+        return "fp8"
+
+    @property
+    def format(self) -> Format:
+        return Format(8, "e4m3", "token", 0, zero=False)
+
+    def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
+        return (
+            Part("codes", "codes", torch.uint8, (tokens, channels)),
+            Part("scale", "scales", affine.SCALE_DTYPE, (tokens, 1)),
+        )
+
+    def encode(self, x: torch.Tensor, params: Params) -> Packed:
+        x = x.float()
+        largest = x.abs().amax(-1, keepdim=True)
+        constant = (x == x[..., :1]).all(-1, keepdim=True)
+        # A constant token decodes exactly: its own value is the scale.
+        scale = torch.where(constant, largest, largest / float8.E4M3_MAX)
+        scale = torch.where(constant, scale.to(affine.SCALE_DTYPE), affine.round_up(scale, affine.SCALE_DTYPE))
+        return {"codes": float8.encode(x / affine.safe_divisor(scale)), "scale": scale}
+
+    def decode(self, packed: Packed, params: Params) -> torch.Tensor:
+        return float8.decode(packed["codes"]).mul_(packed["scale"].float())
+
+
+@dataclass(frozen=True)
+class Fp8Static(Codec):
+    """e4m3 with one scale per layer and tensor, from calibration or from the first tokens that are packed."""
+
+    pattern = re.compile("fp8-static")
+    examples = ("fp8-static",)
+
+    @classmethod
+    def from_match(cls, match: re.Match[str]) -> Fp8Static:
+        return cls()
+
+    def __str__(self) -> str:
+        return "fp8-static"
+
+    @property
+    def format(self) -> Format:
+        return Format(8, "e4m3", "layer", 0, zero=False)
+
+    def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
+        return (Part("codes", "codes", torch.uint8, (tokens, channels)),)
+
+    def fit(self, samples: torch.Tensor) -> Params:
+        largest = samples.abs().amax().float()
+        scale = largest * (HEADROOM / float8.E4M3_MAX)
+        return {"scale": torch.where(largest == 0, 1.0, scale)}  # all zeros say nothing of what will come
+
+    def encode(self, x: torch.Tensor, params: Params) -> Packed:
+        scaled = x.float() / params["scale"]
+        largest = scaled.abs().amax()
+        if largest > float8.E4M3_MAX:
+            limit = float(params["scale"]) * float8.E4M3_MAX
+            warnings.warn(
+                f"fp8-static: a value of magnitude {float(largest * params['scale']):.4g} saturates at {limit:.4g}, "
+                f"{HEADROOM:g} times the largest value its scale was taken from; use fp8 (a scale per token) instead",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return {"codes": float8.encode(scaled)}
+
+    def decode(self, packed: Packed, params: Params) -> torch.Tensor:
+        return float8.decode(packed["codes"]).mul_(params["scale"])

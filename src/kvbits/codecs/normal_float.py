@@ -1,0 +1,41 @@
+"""``nf4 nf3 nf2``: levels at the quantiles of a normal distribution (QLoRA, arXiv 2305.14314, section 3).
+
+Each group is mapped onto [-1, 1] by its mid-range and half-range, as KVQuant does for every table (arXiv 2401.18079,
+section 3.3): ``x ~ scale * (table[code] - zero)``, so keys that are not centred lose nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from kvbits.codecs.grouped import Grouped, grouped_pattern
+from kvbits.numerics import affine, codebook, groups
+from kvbits.types import Packed, Params
+
+
+@dataclass(frozen=True)
+class NormalFloat(Grouped):
+    """NormalFloat codes of 2, 3 or 4 bits. See :class:`Grouped`."""
+
+    name: ClassVar[str] = "nf"
+    allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4)
+    levels: ClassVar[Literal["uniform", "table"]] = "table"
+    pattern = grouped_pattern("nf", allowed_bits)
+    examples = ("nf4", "nf3", "nf2", "nf4-gs32", "nf3-gs128", "nf2-channel")
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """The ``2**bits`` levels, float32."""
+        return torch.tensor(codebook.normal_float(self.bits), device=device)
+
+    def to_levels(self, codes: torch.Tensor) -> torch.Tensor:
+        # index_select on a flat int32 index: four times as fast on a CPU as table[codes]
+        return self.table(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+
+    def encode(self, x: torch.Tensor, params: Params) -> Packed:
+        grouped, dim = groups.split(x.float(), self.per, self.group)
+        scale, zero = affine.choose_qparams(grouped, dim, -1, 1)
+        codes = codebook.nearest(affine.to_levels(grouped, scale, zero), self.table(x.device))
+        return self.pack(codes, scale, zero, dim, x.shape[-1])

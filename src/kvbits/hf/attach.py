@@ -1,0 +1,211 @@
+"""Attach kvbits to a model, make caches for it, and take everything off again.
+
+Nothing of Transformers is patched. What ``attach`` puts on one model: a forward pre-hook on it and on the decoder
+inside it (it tells the cache of each call's padding), and the name of a kvbits attention function in its configs.
+``enable`` adds a wrapper around that model's ``_prepare_cache_for_generation``. ``disable`` removes all of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvbits.cache import LayerCache
+from kvbits.hf.attention import STOCK_OF, ours_for, register
+from kvbits.hf.cache import Columns, KVCache, PackedLayer
+from kvbits.hf.translate import scheme_of_cache_config
+from kvbits.scheme import Scheme
+
+_ATTRIBUTE = "_kvbits_attachment"
+_CACHE_NAMES = ("cache", "past_key_values")  # the second is the name before Transformers 5.24
+
+
+@dataclass
+class Attachment:
+    """What kvbits put on one model."""
+
+    hooks: list[Any] = field(default_factory=list)
+    implementations: list[tuple[Any, str | None]] = field(default_factory=list)
+    scheme: Scheme | None = None
+    sliding: bool = False
+
+
+def cache_for(model: PreTrainedModel, scheme: str | Scheme = "kivi4", *, sliding: bool = False) -> KVCache:
+    """A new, empty cache for ``model``, for ``generate`` or for a loop of forwards.
+
+    Attaches kvbits to the model (see this module); :func:`disable` takes it off.
+
+    Args:
+        model: a decoder-only Transformers model.
+        scheme: such as ``"int4"``, ``"kivi2,residual=64"``, or a :class:`kvbits.Scheme`.
+        sliding: quantize sliding-window layers too; they stay exact, in the model's own type, by default.
+
+    Raises:
+        TypeError: if ``model`` is no Transformers model.
+        ValueError: for an unknown scheme, a layer that does not exist, or a model that cannot be served
+            (encoder-decoders, models with a cache of their own making).
+    """
+    scheme = Scheme.parse(scheme)
+    refuse_unless_served(model)
+    layers, columns = list(_stock_layers(model)), Columns()
+    for index, stock in enumerate(layers):
+        own = scheme.for_layer(index, len(layers))
+        window = getattr(stock, "sliding_window", None) if sliding else None
+        if type(stock) is DynamicLayer or (type(stock) is DynamicSlidingWindowLayer and window is not None):
+            name = f"layer {index}"
+            layers[index] = PackedLayer(LayerCache(own, window, name), columns, name)
+    attach(model)
+    return KVCache(layers, scheme, columns)
+
+
+def _stock_layers(model: PreTrainedModel) -> list[Any]:
+    return DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+
+
+def refuse_unless_served(model: Any) -> None:
+    """Raise where a model cannot be served, saying why."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"kvbits needs a Transformers model, not {type(model).__name__}; unwrap it first")
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder: Transformers keeps its self- and cross-attention in an "
+            "EncoderDecoderCache of exact caches, which kvbits does not serve; use its own cache"
+        )
+    supports = getattr(model, "_supports_default_dynamic_cache", None)
+    if supports is not None and not supports():
+        raise ValueError(f"{name} keeps a cache of its own making, without keys and values that kvbits could store")
+    if not any(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in _stock_layers(model)):
+        raise ValueError(f"{name} has no attention layer whose keys and values kvbits could store")
+
+
+def attach(model: PreTrainedModel) -> Attachment:
+    """Put the hooks and the attention functions on ``model``; again is harmless."""
+    found: Attachment | None = vars(model).get(_ATTRIBUTE)
+    if found is None:
+        found = Attachment()
+        setattr(model, _ATTRIBUTE, found)
+        for module in _models_in(model):
+            announce = _announcer(module, found if module is model else None)
+            found.hooks.append(module.register_forward_pre_hook(announce, with_kwargs=True))
+    _set_attention(model, found)
+    return found
+
+
+def _models_in(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _set_attention(model: PreTrainedModel, attachment: Attachment) -> None:
+    """Name our attention functions in the configs of all models that go through the attention interface."""
+    register()
+    for module in _models_in(model):
+        config = module.config
+        current = config._attn_implementation
+        if current in STOCK_OF or not module._can_set_attn_implementation():
+            continue
+        attachment.implementations = [(c, s) for c, s in attachment.implementations if c is not config]
+        attachment.implementations.append((config, current))
+        config._attn_implementation_internal = ours_for(current)
+
+
+def enable(model: PreTrainedModel, scheme: str | Scheme | None = None, *, sliding: bool = False) -> PreTrainedModel:
+    """Make stock calls run on kvbits, until :func:`disable`.
+
+    ``generate(cache_implementation="quantized", cache_config={...})`` gets the kvbits cache that its ``cache_config``
+    describes. With ``scheme``, every ``generate`` and every forward that names no cache uses that scheme.
+
+    Returns:
+        The same model. Raises as :func:`cache_for`.
+    """
+    scheme = None if scheme is None else Scheme.parse(scheme)
+    cache_for(model, scheme or "int4", sliding=sliding)  # refuses now rather than at the first call
+    attachment = attach(model)
+    attachment.scheme, attachment.sliding = scheme, sliding
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = _PrepareCache(model)
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Take kvbits off ``model``: hooks, attention functions and the wrapper of :func:`enable`. Returns the model."""
+    attachment: Attachment | None = vars(model).pop(_ATTRIBUTE, None)
+    if attachment is None:
+        return model
+    for hook in attachment.hooks:
+        hook.remove()
+    for config, stock in attachment.implementations:
+        if config._attn_implementation in STOCK_OF:
+            config._attn_implementation_internal = stock
+    for name in ("_prepare_cache_for_generation", "prepare_inputs_for_generation"):
+        vars(model).pop(name, None)
+    return model
+
+
+class _PrepareCache:
+    """Stands before one model's ``_prepare_cache_for_generation`` and answers where a kvbits cache is asked for."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        stock = type(model)._prepare_cache_for_generation
+        given = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
+        scheme: Scheme | None = None
+        if not given and generation_config.use_cache is not False:
+            attachment = attach(model)
+            if generation_config.cache_implementation == "quantized":
+                scheme = scheme_of_cache_config(generation_config.cache_config)
+            elif generation_config.cache_implementation is None:
+                scheme = attachment.scheme
+        if scheme is None:
+            return stock(model, generation_config, model_kwargs, *args, **kwargs)
+        cache = cache_for(model, scheme, sliding=attachment.sliding)
+        model_kwargs[cache_name(model)] = cache
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()
+        return None
+
+
+def cache_name(model: torch.nn.Module) -> str:
+    """What ``model.forward`` calls its cache: ``cache`` or ``past_key_values``."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
+
+
+def _announcer(module: PreTrainedModel, attachment: Attachment | None) -> Callable[..., Any]:
+    """A pre-hook that tells the cache in the call's arguments about the call's padding mask.
+
+    On the outermost model it also puts the default cache of :func:`enable` where the call names none.
+    """
+    names = list(inspect.signature(module.forward).parameters)
+
+    def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        position = names.index(name) if name in names else len(args)
+        return args[position] if position < len(args) else None
+
+    def announce(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = [argument(name, args, kwargs) for name in _CACHE_NAMES]
+        cache = next((c for c in found if isinstance(c, Cache)), None)
+        if cache is None and attachment is not None and attachment.scheme is not None and not module.training:
+            wanted = argument("use_cache", args, kwargs)
+            if wanted or (wanted is None and getattr(module.config.get_text_config(decoder=True), "use_cache", False)):
+                cache = cache_for(module, attachment.scheme, sliding=attachment.sliding)
+                kwargs = {**kwargs, cache_name(module): cache}
+        if isinstance(cache, KVCache):
+            mask = argument("attention_mask", args, kwargs)
+            padding = isinstance(mask, torch.Tensor) and mask.ndim == 2
+            if padding or mask is None or not cache.columns.waiting:
+                cache.columns.begin(mask if padding else None)
+        return args, kwargs
+
+    return announce

@@ -1,0 +1,103 @@
+"""The attention functions that kvbits registers with Transformers, each beside the stock one it stands in for.
+
+Given handles they compute straight from the packed bits; given ordinary tensors they hand over to the stock function
+(``sdpa``, or the model's own ``eager``), with the stock mask: both names are registered with the mask interface too,
+without which Transformers would silently pass no mask at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvbits.attend import Call, choose
+from kvbits.hf.handle import packed_pair
+
+STOCK_OF = {"kvbits": "sdpa", "kvbits_eager": "eager"}
+"""Our implementations, and the stock one that each hands over to."""
+
+
+def ours_for(stock: str | None) -> str:
+    """The implementation to put in the place of ``stock``."""
+    return "kvbits_eager" if stock == "eager" else "kvbits"
+
+
+def register() -> None:
+    """Make both names known to Transformers. Harmless to repeat."""
+    for ours, stock in STOCK_OF.items():
+        AttentionInterface.register(ours, partial(attention, stock=stock))
+        AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[stock])
+
+
+def stock_function(module: torch.nn.Module, stock: str) -> Callable[..., Any]:
+    """The stock attention function; ``eager`` is the one in the model's own file."""
+    if stock != "eager":
+        return ALL_ATTENTION_FUNCTIONS[stock]
+    for kind in type(module).__mro__:
+        function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise NotImplementedError(f"{type(module).__name__} has no eager attention beside it; load the model with 'sdpa'")
+
+
+def why_decode(module: torch.nn.Module, dropout: float, options: dict[str, Any]) -> list[str]:
+    """Reasons why packed keys and values must be decoded for the stock function."""
+    wants_weights = options.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    is_causal = options.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    reasons = {
+        "dropout": dropout > 0,
+        "output_attentions asks for the weights": bool(wants_weights),
+        "position_bias": options.get("position_bias") is not None,
+        "not causal": not is_causal,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    stock: str,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention as Transformers calls it.
+
+    Args:
+        query: ``[B, Hq, q, D]``.
+        key, value: handles, or ordinary ``[B, H, T, D]``.
+        attention_mask: None, or bool or additive ``[B, 1 or Hq, q, T]``.
+        stock: which stock function takes ordinary tensors.
+        options: ``softcap`` and ``s_aux`` (gpt-oss) are used; the window of a sliding layer is in the mask.
+
+    Returns:
+        ``[B, q, Hq, D]`` and None (or the weights, from the stock function).
+    """
+    pair = packed_pair(key, value)
+    if pair is None or why_decode(module, dropout, options):
+        function = stock_function(module, stock)
+        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+    call = Call(
+        query,
+        pair.view,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        mask=attention_mask,
+        softcap=options.get("softcap"),
+        sink_logits=options.get("s_aux"),
+    )
+    kernel = choose(call)
+    pair.trace.outcome = f"kernel {kernel.name}"
+    return kernel.run(call).transpose(1, 2).contiguous(), None

