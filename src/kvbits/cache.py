@@ -7,6 +7,8 @@ share of one block. Only ``crop`` into a packed block decodes it, and puts its t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvbits.attend import KVView
@@ -75,18 +77,25 @@ class LayerCache:
         batch, _, added, _ = keys.shape
         rows = self.rows.extend(batch, added) if rows is None else rows
         assert rows.columns == self.columns + added and rows.batch == batch
-        if self.keys is None or self.values is None:
+        fresh = self.keys is None
+        if fresh:
             self._allocate(keys, values)
         old = self.rows.counts or (0,) * batch
         total = [held + new - before for held, new, before in zip(self.held, rows.counts, old, strict=True)]
         offset = 0 if self.window is None else max(0, self.columns - self.window + 1)
         if self._packable(max(total, default=0)) == 0:
             self._reserve(max(total, default=0))
+            assert self.keys is not None and self.values is not None
             for buffer, new in ((self.keys, keys), (self.values, values)):
                 _place(buffer, new, self.held, total, rows)
             self.rows, self.held = rows, total
             return self.view(offset)
-        view = self._append_and_pack(keys, values, rows, total, offset)
+        try:
+            view = self._append_and_pack(keys, values, rows, total, offset)
+        except Exception:
+            if fresh:
+                self.reset()  # so that another batch may follow
+            raise
         self._slide()
         return view
 
@@ -113,11 +122,14 @@ class LayerCache:
                 _place(space, new, self.held, total, rows)
                 work.append(space)
         blocks = [self._packable(tokens) for tokens in total]
-        params = (self.key_params, self.value_params)
-        if not self.fitted:
-            params = (self.scheme.key.fit(work[0].float()), self.scheme.value.fit(work[1].float()))
         # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
         ranges = [(None, blocks[0])] if rows.valid is None else list(enumerate(blocks))
+        params = (self.key_params, self.value_params)
+        if not self.fitted:
+            params = (
+                self.scheme.key.fit(self._first_packed(work[0], ranges)),
+                self.scheme.value.fit(self._first_packed(work[1], ranges)),
+            )
         encoded = [
             (row, self._encode(work[0], row, count, self.scheme.key, params[0], "keys"),
              self._encode(work[1], row, count, self.scheme.value, params[1], "values"))
@@ -133,6 +145,14 @@ class LayerCache:
         self.keys = self._rest(work[0], total, blocks)
         self.values = self._rest(work[1], total, blocks)
         return view
+
+    def _first_packed(self, work: torch.Tensor, ranges: Sequence[tuple[int | None, int]]) -> torch.Tensor:
+        """The tokens to be packed, as samples ``[B or 1, H, T, D]``: none that stay exact, whatever they hold."""
+        size, sinks = self.scheme.block, self.sinks
+        pieces = [
+            (work if row is None else work[row : row + 1])[:, :, sinks : sinks + count * size] for row, count in ranges
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def _encode(
         self, work: torch.Tensor, row: int | None, blocks: int, codec: Codec, params: Params, what: str
@@ -245,11 +265,12 @@ class LayerCache:
                 f"left behind what the rest would see; at most {self.scheme.block} can be taken back"
             )
         self._unpack_last([max(0, g - max(0, held - self.sinks)) for g, held in zip(gone, self.held, strict=True)])
-        self.held = [held - g for held, g in zip(self.held, gone, strict=True)]
-        self.rows = rows
+        assert self.keys is not None and self.values is not None
+        left = [held - g for held, g in zip(self.held, gone, strict=True)]
         for buffer in (self.keys, self.values):
-            for row, held in enumerate(self.held):
-                buffer[row, :, held:] = 0  # what was taken back may hold NaN, and masks do not stop 0 * NaN
+            for row, (new, old) in enumerate(zip(left, self.held, strict=True)):
+                buffer[row, :, new:old] = 0  # what was taken back may hold NaN, and masks do not stop 0 * NaN
+        self.rows, self.held = rows, left
 
     def _unpack_last(self, short: list[int]) -> None:
         """Decode each row's last blocks back to its recent tokens until at least ``short[row]`` of them are there."""
@@ -279,9 +300,9 @@ class LayerCache:
 
     def select_rows(self, index: torch.Tensor, rows: Rows | None = None) -> None:
         """Row ``i`` becomes what row ``index[i]`` was (int64). Packed blocks are not touched, only referred to."""
-        self.rows = self.rows.select(index) if rows is None else rows
         if self.keys is None or self.values is None or self.store is None:
             return
+        self.rows = self.rows.select(index) if rows is None else rows
         chosen = index.to(self.keys.device)
         self.keys, self.values = self.keys.index_select(0, chosen), self.values.index_select(0, chosen)
         self.held = [self.held[row] for row in index.tolist()]
@@ -295,6 +316,8 @@ class LayerCache:
                 f"{self.name}: keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [B, H, T, Dk] and "
                 "[B, H, T, Dv] with the same B, H and T"
             )
+        if keys.device != values.device:
+            raise ValueError(f"{self.name}: keys are on {keys.device}, but values on {values.device}")
         if keys.dtype != values.dtype or not keys.dtype.is_floating_point or keys.dtype.itemsize < 2:
             raise ValueError(
                 f"{self.name}: keys {keys.dtype} and values {values.dtype} must share one of float32, bfloat16, "
@@ -351,7 +374,7 @@ def _place(buffer: torch.Tensor, new: torch.Tensor, held: list[int], total: list
     if rows.valid is None:
         buffer[:, :, held[0] : total[0]] = new
         return
-    valid = rows.valid[:, rows.columns - added :]
+    valid = rows.valid[:, rows.columns - added :].to(new.device)
     for row, (first, last) in enumerate(zip(held, total, strict=True)):
         if last - first == added:
             buffer[row, :, first:last] = new[row]

@@ -37,6 +37,10 @@ class Override:
     key: Codec
     value: Codec
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple) or not self.layers or not all(type(i) is int for i in self.layers):
+            raise ValueError(f"layers={self.layers!r} names no layers; give a tuple of numbers such as (0, 1, -1)")
+
     def __str__(self) -> str:
         return f"layers[{','.join(map(str, self.layers))}]={_pair_name(self.key, self.value)}"
 
@@ -230,7 +234,7 @@ def _near(name: str) -> str:
 
 def _bad_item(text: str, item: str) -> str:
     near = difflib.get_close_matches(item.split("=")[0], ("residual", "sinks", "block", "layers[0]", "k", "v"), n=1)
-    hint = f"; did you mean {near[0]}=?" if near else ""
+    hint = f"; did you mean {near[0]}=?" if near else "."
     return (
         f"{item!r} does not fit in {text!r}{hint} A scheme is a name or k=...,v=..., then once each: "
         "residual=N, sinks=N, block=N, layers[0,1,-1]=NAME"

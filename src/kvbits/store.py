@@ -206,10 +206,11 @@ class BlockStore:
             self.pool = pool
 
     def _alive(self) -> torch.Tensor:
-        """Pool blocks that some row refers to, in order of (n, b) where they first appear."""
+        """Pool blocks that some row refers to, ascending."""
         column = torch.arange(self.table.shape[1], device=self.table.device)
         held = column < torch.tensor(self.counts, device=self.table.device)[:, None]
-        return self.table[held].unique()
+        alive: torch.Tensor = self.table[held].unique()
+        return alive
 
     def _compact(self, alive: torch.Tensor) -> None:
         moved = torch.zeros(max(self.used, 1), dtype=torch.int64, device=self.table.device)

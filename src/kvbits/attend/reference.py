@@ -31,7 +31,7 @@ def run(call: Call) -> torch.Tensor:
     heads = view.keys.shape[1]
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = (query.to(compute) * call.scaling).unflatten(1, (heads, -1))  # [B, H, G, q, Dk]
-    softmax = _OnlineSoftmax(grouped, view.values.shape[-1], call.softcap)
+    softmax = _OnlineSoftmax(grouped, call.softcap)
     for keys, values, mask in _pieces(call, compute):
         softmax.add(keys, values, mask)
     return softmax.finish(call.sink_logits).flatten(1, 2).to(query.dtype)
@@ -40,69 +40,86 @@ def run(call: Call) -> torch.Tensor:
 class _OnlineSoftmax:
     """Softmax over pieces of the context: the running maximum, the sum of weights and their weighted values."""
 
-    def __init__(self, query: torch.Tensor, value_channels: int, softcap: float | None) -> None:
+    def __init__(self, query: torch.Tensor, softcap: float | None) -> None:
         self.query, self.softcap = query, softcap
-        shape = query.shape[:-1]  # [B, H, G, q]
-        self.top = query.new_full((*shape, 1), -torch.inf)
-        self.weight = query.new_zeros(*shape, 1)
-        self.total = query.new_zeros(*shape, value_channels)
+        self.state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Meet ``keys [B, H, t, Dk]`` and ``values [B, H, t, Dv]`` under ``mask [B|1, H|1, G|1, q, t]``."""
         batch, heads, groups, queries, _ = self.query.shape
         step = max(1, SCORE_ELEMENTS // (batch * heads * groups * keys.shape[2]))
+        parts = []
         for first in range(0, queries, step):
             piece = slice(first, min(queries, first + step))
-            self._add(piece, keys, values, None if mask is None else mask[..., piece, :])
+            parts.append(self._meet(self.query[..., piece, :], keys, values, None if mask is None else mask[..., piece, :]))
+        top, weight, total = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts))
+        if self.state is None:
+            self.state = top, weight, total
+            return
+        old_top, old_weight, old_total = self.state
+        new_top = torch.maximum(old_top, top)
+        base = _finite(new_top)
+        old_scale, scale = (old_top - base).exp_(), (top - base).exp_()
+        self.state = (
+            new_top,
+            old_weight.mul_(old_scale).add_(weight.mul_(scale)),
+            old_total.mul_(old_scale).add_(total.mul_(scale)),
+        )
 
-    def _add(self, piece: slice, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
-        query = self.query[..., piece, :]
-        shape = query.shape[:-1]
-        scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, shape[2:])  # [B, H, G, q, t]
+    def _meet(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Maximum, sum of weights ``[B, H, G, q, 1]`` and weighted values ``[B, H, G, q, Dv]`` of one piece alone."""
+        shape = query.shape[2:4]
+        scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, shape)  # [B, H, G, q, t]
         if self.softcap is not None:
-            scores = (scores / self.softcap).tanh_().mul_(self.softcap)
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        old = self.top[..., piece, :]
-        top = torch.maximum(old, scores.amax(-1, keepdim=True))
-        base = top if mask is None else top.masked_fill(top == -torch.inf, 0.0)  # rows that see nothing yet
-        weights = scores.sub_(base).exp_()
-        scale = (old - base).exp_()
-        summed = (weights.flatten(2, 3) @ values).unflatten(2, shape[2:])
-        self.weight[..., piece, :] = self.weight[..., piece, :] * scale + weights.sum(-1, keepdim=True)
-        self.total[..., piece, :] = self.total[..., piece, :] * scale + summed
-        self.top[..., piece, :] = top
+            scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+        top = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(top if mask is None else _finite(top)).exp_()
+        total = (weights.flatten(2, 3) @ values).unflatten(2, shape)
+        return top, weights.sum(-1, keepdim=True), total
 
     def finish(self, sink_logits: torch.Tensor | None) -> torch.Tensor:
         """Weighted mean of the values, ``[B, H, G, q, Dv]``; zero where a query saw nothing."""
+        assert self.state is not None
+        top, weight, total = self.state
         if sink_logits is not None:
-            logits = sink_logits.to(self.top.dtype).view(1, *self.query.shape[1:3], 1, 1)
-            top = torch.maximum(self.top, logits)
-            scale = (self.top - top).exp()
-            self.weight = self.weight * scale + (logits - top).exp()
-            self.total = self.total * scale
-        return self.total / self.weight.masked_fill(self.weight == 0, 1.0)
+            logits = sink_logits.to(top.dtype).view(1, *top.shape[1:3], 1, 1)
+            new_top = torch.maximum(top, logits)
+            scale = (top - new_top).exp_()
+            weight, total = weight * scale + (logits - new_top).exp_(), total * scale
+        return total / weight.masked_fill(weight == 0, 1.0)
+
+
+def _finite(top: torch.Tensor) -> torch.Tensor:
+    """``top`` with 0 where a query has seen nothing yet (its weights are then exp(-inf) = 0, not NaN)."""
+    return top.masked_fill(top == -torch.inf, 0.0)
 
 
 def _pieces(call: Call, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Keys, values and mask of one tile of history after the other, then of the exact tokens."""
+    """Keys, values and mask of one tile of history after the other, the exact tokens at the end of the last."""
     view, device = call.view, call.query.device
-    blocks = view.blocks
-    batch, heads, _, channels = view.keys.shape
+    blocks, exact = view.blocks, (view.keys.to(dtype), view.values.to(dtype))
+    batch, heads, held, channels = view.keys.shape
     channels = max(channels, view.values.shape[-1])
+    plain = _all_visible(call)
     step = max(1, TILE_ELEMENTS // (batch * heads * channels * blocks.record.tokens))
     for first in range(0, blocks.longest, step):
         last = min(first + step, blocks.longest)
-        mask = None
-        if not _all_visible(call):
-            mask = _mask(call, *view.packed_tokens(first, last, device))
-        keys, values = view.decode(first, last)
-        yield keys.to(dtype), values.to(dtype), mask
-    if view.keys.shape[2]:
-        mask = None
-        if call.query.shape[2] > 1 or not _all_visible(call):
-            mask = _mask(call, *view.exact_tokens(device))
-        yield view.keys.to(dtype), view.values.to(dtype), mask
+        keys, values = (x.to(dtype) for x in view.decode(first, last))
+        mask = None if plain else _mask(call, *view.packed_tokens(first, last, device))
+        if last < blocks.longest or held * batch * heads * channels > TILE_ELEMENTS or not plain:
+            yield keys, values, mask
+        elif call.query.shape[2] == 1:  # one piece less is a third of a short step
+            yield torch.cat([keys, exact[0]], dim=2), torch.cat([values, exact[1]], dim=2), None
+            return
+        else:
+            yield keys, values, mask
+    if held:
+        mask = None if plain and call.query.shape[2] == 1 else _mask(call, *view.exact_tokens(device))
+        yield *exact, mask
 
 
 def _all_visible(call: Call) -> bool:

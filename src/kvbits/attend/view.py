@@ -69,7 +69,7 @@ class KVView:
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All columns from ``offset`` on, decoded: ``[B, H, columns, Dk]`` and ``[B, H, columns, Dv]``.
 
-        Padding is zero. Where nothing is packed and nothing padded this is the exact buffer itself, uncopied.
+        Padding, and what a sliding window has left behind, is zero. Where nothing is packed and nothing padded this is the exact buffer itself, uncopied.
         """
         if self.blocks.longest == 0 and self.rows.valid is None and self.dropped == 0:
             return self.keys[:, :, self.offset :], self.values[:, :, self.offset :]
@@ -90,8 +90,8 @@ class KVView:
 
     def _in_columns(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Own tokens ``[B, H, L, D]`` and ``[B, H, N * block, D]`` put where the model's columns are."""
-        if self.rows.valid is None:  # own tokens are columns: sinks, packed, recent
-            skip = max(0, self.offset - self.dropped)
+        if self.rows.valid is None and self.dropped <= self.offset:  # own tokens are columns: sinks, packed, recent
+            skip = self.offset - self.dropped
             return torch.cat([exact[:, :, : self.sinks], decoded, exact[:, :, self.sinks :]], dim=2)[:, :, skip:]
         batch, heads, _, channels = exact.shape
         device, columns = exact.device, self.kv_columns
@@ -108,4 +108,5 @@ class KVView:
         column_of = self.rows.column_of
         if column_of is None:
             return token
+        column_of = column_of.to(token.device)
         return column_of.gather(1, token.clamp(max=column_of.shape[1] - 1)).clamp(min=0)

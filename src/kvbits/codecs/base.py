@@ -50,7 +50,7 @@ class Codec(ABC):
         """The parts of one block ``[tokens, channels]``; ``dtype`` is that of the exact K and V."""
 
     def fit(self, samples: torch.Tensor) -> Params:
-        """Learn static parameters from float32 ``samples [..., T, D]`` of one layer. Default: none."""
+        """Learn static parameters from ``samples [..., T, D]`` of one layer, of any dtype. Default: none."""
         return {}
 
     @abstractmethod

@@ -28,11 +28,25 @@ def shrink(error: torch.Tensor, beta: float) -> torch.Tensor:
     return error.sign() * (magnitude - magnitude.clamp(min=1e-12).pow(P_NORM - 1) / beta).relu_()
 
 
-def lp_error(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+def lp_error(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    bits: int,
+    dim: int,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Mean of ``|x - x^|^p`` over each group, in units of the scale: what HQQ minimises."""
     codes = affine.quantize(x, scale, zero, bits)
     error = (affine.dequantize(codes, scale, zero) - x) / affine.safe_divisor(scale)
-    return error.abs_().pow_(P_NORM).mean(dim, keepdim=True)
+    return _mean(error.abs_().pow_(P_NORM), dim, weights)
+
+
+def _mean(x: torch.Tensor, dim: int, weights: torch.Tensor | None) -> torch.Tensor:
+    """Mean over each group, without the padding of a short one (see :func:`groups.weights`)."""
+    if weights is None:
+        return x.mean(dim, keepdim=True)
+    return (x * weights).sum(dim, keepdim=True) / weights.sum(dim, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -47,23 +61,33 @@ class HalfQuadratic(Grouped):
     def encode(self, x: torch.Tensor, params: Params) -> Packed:
         grouped, dim = groups.split(x.float(), self.per, self.group)
         scale, zero = affine.choose_qparams(grouped, dim, 0, 2**self.bits - 1)
-        zero = self.solve_zero(grouped, scale, zero, dim)
+        zero = self.solve_zero(grouped, scale, zero, dim, groups.weights(x.shape[-1], self.per, self.group, x.device))
         codes = affine.quantize(grouped, scale, zero, self.bits)
         return self.pack(codes, scale, zero, dim, x.shape[-1])
 
-    def solve_zero(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dim: int) -> torch.Tensor:
-        """The zero with the least l_p error that the splitting visits, from the min/max one on."""
+    def solve_zero(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor,
+        dim: int,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The zero with the least l_p error that the splitting visits, from the min/max one on.
+
+        ``weights`` tells the padding of short groups: see :func:`groups.weights`.
+        """
         # Work in levels: there the published beta means the same for every magnitude of x.
         levels = x / affine.safe_divisor(scale)
         unit = torch.ones_like(scale)
-        best, best_error = zero, lp_error(levels, unit, zero, self.bits, dim)
+        best, best_error = zero, lp_error(levels, unit, zero, self.bits, dim, weights)
         beta, current = BETA, zero
         for _ in range(STEPS):
             codes = affine.quantize(levels, unit, current, self.bits)
             decoded = affine.dequantize(codes, unit, current)
             rest = levels - shrink(levels - decoded, beta)
-            current = (codes - rest).mean(dim, keepdim=True).to(zero.dtype)
-            error = lp_error(levels, unit, current, self.bits, dim)
+            current = _mean(codes - rest, dim, weights).to(zero.dtype)
+            error = lp_error(levels, unit, current, self.bits, dim, weights)
             better = error < best_error
             best, best_error = torch.where(better, current, best), torch.where(better, error, best_error)
             beta *= BETA_GROWTH

@@ -1,14 +1,15 @@
 """Attach kvbits to a model, make caches for it, and take everything off again.
 
 Nothing of Transformers is patched. What ``attach`` puts on one model: a forward pre-hook on it and on the decoder
-inside it (it tells the cache of each call's padding), and the name of a kvbits attention function in its configs.
-``enable`` adds a wrapper around that model's ``_prepare_cache_for_generation``. ``disable`` removes all of it.
+inside it (it tells the cache of each call's padding), the name of a kvbits attention function in its configs, and a
+wrapper around its ``prepare_inputs_for_generation`` that keeps it from losing its cache. ``enable`` adds one around
+``_prepare_cache_for_generation``. ``disable`` removes all of it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,8 +93,10 @@ def attach(model: PreTrainedModel) -> Attachment:
         found = Attachment()
         setattr(model, _ATTRIBUTE, found)
         for module in _models_in(model):
-            announce = _announcer(module, found if module is model else None)
+            announce = _Announcer(module, found if module is model else None)
             found.hooks.append(module.register_forward_pre_hook(announce, with_kwargs=True))
+        if hasattr(model, "prepare_inputs_for_generation"):
+            model.prepare_inputs_for_generation = _PrepareInputs(model)
     _set_attention(model, found)
     return found
 
@@ -155,12 +158,11 @@ class _PrepareCache:
         self.model = model
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        model = self.model
+        model, attachment = self.model, attach(self.model)
         stock = type(model)._prepare_cache_for_generation
         given = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
         scheme: Scheme | None = None
         if not given and generation_config.use_cache is not False:
-            attachment = attach(model)
             if generation_config.cache_implementation == "quantized":
                 scheme = scheme_of_cache_config(generation_config.cache_config)
             elif generation_config.cache_implementation is None:
@@ -174,38 +176,68 @@ class _PrepareCache:
         return None
 
 
+class _PrepareInputs:
+    """Stands before ``prepare_inputs_for_generation`` of models that may throw the caller's cache away.
+
+    Phi-3 and its relatives do so, silently, where a text outgrows their short rotary factors: generation would go on
+    with an exact cache of their own. The cache is emptied and kept instead, and reads the whole text again.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.__signature__ = inspect.signature(type(model).prepare_inputs_for_generation.__get__(model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
+        bound = self.__signature__.bind(*args, **kwargs).arguments
+        given = next((c for c in map({**bound, **kwargs}.get, _CACHE_NAMES) if isinstance(c, KVCache)), None)
+        if given is not None and all(inputs.get(name) is None for name in _CACHE_NAMES):
+            given.reset()
+            inputs[cache_name(self.model)] = given
+        return inputs
+
+
 def cache_name(model: torch.nn.Module) -> str:
     """What ``model.forward`` calls its cache: ``cache`` or ``past_key_values``."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
 
 
-def _announcer(module: PreTrainedModel, attachment: Attachment | None) -> Callable[..., Any]:
-    """A pre-hook that tells the cache in the call's arguments about the call's padding mask.
+class _Announcer:
+    """A pre-hook that tells the cache in a call's arguments about the call's padding mask.
 
     On the outermost model it also puts the default cache of :func:`enable` where the call names none.
     """
-    names = list(inspect.signature(module.forward).parameters)
 
-    def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in kwargs:
-            return kwargs[name]
-        position = names.index(name) if name in names else len(args)
-        return args[position] if position < len(args) else None
+    def __init__(self, module: PreTrainedModel, attachment: Attachment | None) -> None:
+        self.attachment = attachment
+        self.names = list(inspect.signature(module.forward).parameters)
 
-    def announce(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = [argument(name, args, kwargs) for name in _CACHE_NAMES]
-        cache = next((c for c in found if isinstance(c, Cache)), None)
-        if cache is None and attachment is not None and attachment.scheme is not None and not module.training:
-            wanted = argument("use_cache", args, kwargs)
-            if wanted or (wanted is None and getattr(module.config.get_text_config(decoder=True), "use_cache", False)):
-                cache = cache_for(module, attachment.scheme, sliding=attachment.sliding)
-                kwargs = {**kwargs, cache_name(module): cache}
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
+        cache = next((c for c in given if isinstance(c, Cache)), None)
+        if cache is None and self._wants_default(module, args, kwargs):
+            assert self.attachment is not None
+            cache = cache_for(module, self.attachment.scheme, sliding=self.attachment.sliding)
+            kwargs = {**kwargs, cache_name(module): cache}
         if isinstance(cache, KVCache):
-            mask = argument("attention_mask", args, kwargs)
+            mask = self._argument("attention_mask", args, kwargs)
             padding = isinstance(mask, torch.Tensor) and mask.ndim == 2
+            # The decoder inside may get the same mask in a form that no longer shows the padding.
             if padding or mask is None or not cache.columns.waiting:
                 cache.columns.begin(mask if padding else None)
         return args, kwargs
 
-    return announce
+    def _wants_default(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.attachment is None or self.attachment.scheme is None or module.training:
+            return False
+        wanted = self._argument("use_cache", args, kwargs)
+        if wanted is None:
+            wanted = getattr(module.config.get_text_config(decoder=True), "use_cache", False)
+        return bool(wanted)
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in kwargs or name not in self.names:
+            return kwargs.get(name)
+        position = self.names.index(name)
+        return args[position] if position < len(args) else None

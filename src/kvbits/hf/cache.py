@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -285,12 +286,14 @@ class KVCache(Cache):
 
 
 def storage_bytes(layer: Any) -> int:
-    """Bytes of the distinct tensor storages that a stock layer holds."""
+    """Bytes of the distinct tensor storages that a stock layer holds, also inside tensors made of tensors."""
     seen: dict[int, int] = {}
     waiting = [vars(layer)]
     while waiting:
         thing = waiting.pop()
-        if isinstance(thing, torch.Tensor):
+        if isinstance(thing, torch.Tensor) and is_traceable_wrapper_subclass(thing):
+            waiting.extend(getattr(thing, name) for name in thing.__tensor_flatten__()[0])
+        elif isinstance(thing, torch.Tensor):
             seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
         elif isinstance(thing, dict):
             waiting.extend(thing.values())

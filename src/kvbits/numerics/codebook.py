@@ -16,7 +16,7 @@ import torch
 
 
 def _offset(bits: int) -> float:
-    count = 2**bits
+    count = float(2**bits)
     return 1 - 0.5 * (1 / (2 * count) + 1 / (2 * (count - 1)))
 
 

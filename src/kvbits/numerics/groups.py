@@ -2,7 +2,7 @@
 
 A group never straddles tokens *and* channels. Channels are cut into ``ceil(D / group)`` groups of equal length
 (80 channels at group 64 become 40 + 40); where D does not divide, the last group is short and is padded with its own
-last channel, which changes neither its range nor its fit.
+last channel, which does not change its range; a fit over the group leaves it out by :func:`weights`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,15 @@ def split(x: torch.Tensor, per: Along, group: int) -> tuple[torch.Tensor, int]:
     if short:
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], dim=-1)
     return x.unflatten(-1, (-1, length)), -1
+
+
+def weights(channels: int, per: Along, group: int, device: torch.device) -> torch.Tensor | None:
+    """1 for each channel of ``split(x, per, group)`` and 0 for padding, ``[n, g]``; None where nothing is padded."""
+    length = group_length(channels, group)
+    if per == "channel" or channels % length == 0:
+        return None
+    real = torch.arange(-(-channels // length) * length, device=device) < channels
+    return real.float().view(-1, length)
 
 
 def join(x: torch.Tensor, per: Along, channels: int) -> torch.Tensor:

