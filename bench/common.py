@@ -38,7 +38,7 @@ def setting() -> dict[str, Any]:
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip(),
         "seed": SEED,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *(Path(a).name for a in sys.argv[1:])]),
     }
 
 

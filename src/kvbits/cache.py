@@ -135,15 +135,18 @@ class LayerCache:
              self._encode(work[1], row, count, self.scheme.value, params[1], "values"))
             for row, count in ranges if count
         ]  # fmt: skip
+        copies = len(total) if rows.valid is None else 1
+        self.store.reserve(copies * sum(count for _, count in ranges), self.store.longest + max(blocks))
+        left = [tokens - count * self.scheme.block for tokens, count in zip(total, blocks, strict=True)]
+        rest = [self._rest(x, total, left) for x in work]
+        # Nothing below allocates or can fail.
         self.rows, self.held, self.fitted = rows, total, True
         self.key_params, self.value_params = params
         view = self._view(work[0], work[1], offset)
         for row, packed_keys, packed_values in encoded:
             for piece_keys, piece_values in zip(packed_keys, packed_values, strict=True):
                 self.store.append(row, piece_keys, piece_values)
-        self.held = [tokens - count * self.scheme.block for tokens, count in zip(total, blocks, strict=True)]
-        self.keys = self._rest(work[0], total, blocks)
-        self.values = self._rest(work[1], total, blocks)
+        self.held, (self.keys, self.values) = left, rest
         return view
 
     def _first_packed(self, work: torch.Tensor, ranges: Sequence[tuple[int | None, int]]) -> torch.Tensor:
@@ -173,17 +176,16 @@ class LayerCache:
             packed.append(codec.encode(piece, params))
         return packed
 
-    def _rest(self, work: torch.Tensor, total: list[int], blocks: list[int]) -> torch.Tensor:
+    def _rest(self, work: torch.Tensor, total: list[int], left: list[int]) -> torch.Tensor:
         """A fresh buffer with what stays exact; the old one may still be in an attention call's hands."""
-        rest = self._buffer(work, max(self.held))
-        groups = [(slice(None), total[0], blocks[0])]
-        if len(set(zip(total, blocks, strict=True))) > 1:
-            groups = [(slice(b, b + 1), *pair) for b, pair in enumerate(zip(total, blocks, strict=True))]
-        for row, tokens, count in groups:
+        rest = self._buffer(work, max(left))
+        rows = list(enumerate(zip(total, left, strict=True)))
+        same = len(set(zip(total, left, strict=True))) == 1
+        for row, (tokens, kept) in rows[:1] if same else rows:
+            where = slice(None) if same else slice(row, row + 1)
             begin = min(tokens, self.sinks)
-            rest[row, :, :begin] = work[row, :, :begin]
-            left = begin + count * self.scheme.block
-            rest[row, :, begin : begin + tokens - left] = work[row, :, left:tokens]
+            rest[where, :, :begin] = work[where, :, :begin]
+            rest[where, :, begin:kept] = work[where, :, tokens - kept + begin : tokens]
         return rest
 
     def _slide(self) -> None:
@@ -343,29 +345,38 @@ class LayerCache:
         scheme = self.scheme
         record = Record.of(scheme.key, scheme.value, scheme.block, channels, values.shape[3], keys.dtype)
         self.store = BlockStore(record, heads, batch, keys.device)
-        self.keys, self.values = self._buffer(keys, 0), self._buffer(values, 0)
+        self.keys, self.values = _zeros(keys, 0), _zeros(values, 0)
         self.held = [0] * batch
 
     def _buffer(self, like: torch.Tensor, tokens: int) -> torch.Tensor:
         """A zeroed exact buffer with room for ``tokens``, and for all that a scheme keeps exact before it packs."""
-        if self.scheme.residual is None:
-            room = tokens
-        else:
-            room = max(tokens, self.sinks + self.scheme.residual + self.scheme.block - 1)
-        return like.new_zeros(like.shape[0], like.shape[1], room, like.shape[3])
+        return _zeros(like, max(tokens, self._most_exact()))
+
+    def _most_exact(self) -> int:
+        """Tokens that a row holds exact just before it packs; 0 where nothing is ever packed."""
+        scheme = self.scheme
+        return 0 if scheme.residual is None else self.sinks + scheme.residual + scheme.block - 1
 
     def _reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` exact ones. A prompt is cut to fit, what grows step by step gets an eighth more."""
         assert self.keys is not None and self.values is not None
         if tokens <= self.keys.shape[2]:
             return
         held = max(self.held, default=0)
-        room = tokens if held == 0 else tokens + tokens // 8 + 8  # a prompt is cut to fit, steps get room to grow
+        room = tokens if held == 0 else tokens + tokens // 8 + 8
+        if self.scheme.residual is not None:
+            room = min(room, self._most_exact())
         grown = []
         for buffer in (self.keys, self.values):
-            wider = buffer.new_zeros(*buffer.shape[:2], room, buffer.shape[3])
+            wider = _zeros(buffer, room)
             wider[:, :, :held] = buffer[:, :, :held]
             grown.append(wider)
         self.keys, self.values = grown
+
+
+def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Zeros ``[B, H, tokens, D]``: what lies beyond a row's tokens is masked, and masks do not stop NaN."""
+    return like.new_zeros(like.shape[0], like.shape[1], tokens, like.shape[3])
 
 
 def _place(buffer: torch.Tensor, new: torch.Tensor, held: list[int], total: list[int], rows: Rows) -> None:

@@ -48,21 +48,21 @@ def _kivi(bits: int, advice: str) -> Entry:
 
 CATALOGUE: tuple[Entry, ...] = (
     _same(Exact(), "x", "the model itself", "the yardstick: what every scheme is compared with"),
-    _same(Affine(8), _MINMAX, _QUANTO, "no visible loss, half the bytes of a 16-bit cache"),
-    _same(Affine(4), _MINMAX, _QUANTO, "the familiar 4 bits; kivi4 is closer to exact for 0.5 bits more"),
+    _same(Affine(8), _MINMAX, _QUANTO, "closest to exact; about half the bytes of a 16-bit cache"),
+    _same(Affine(4), _MINMAX, _QUANTO, "the usual 4 bits; kivi4 spends 0.5 bits more on the keys and values"),
     _same(Affine(3), _MINMAX, _QUANTO, "for comparison"),
-    _same(Affine(2), _MINMAX, _QUANTO, "for comparison: per-token 2-bit keys break most models; take kivi2"),
+    _same(Affine(2), _MINMAX, _QUANTO, "for comparison: at 2 bits take kivi2, whose keys are per channel"),
     _same(NormalFloat(4), _NORMAL, _QLORA, "as int4, for values that look normal"),
     _same(NormalFloat(3), _NORMAL, _QLORA, "for comparison"),
     _same(NormalFloat(2), _NORMAL, _QLORA, "for comparison"),
-    _same(Fp8(), "x ~ scale e4m3, one scale per token and head", "OCP FP8 (arXiv 2209.05433)", "safest 8 bits"),
+    _same(Fp8(), "x ~ scale e4m3, one scale per token and head", "OCP FP8 (arXiv 2209.05433)", "8 bits, for any range of values"),
     _same(Fp8Static(), "x ~ scale e4m3, one scale per layer", "Hugging Face and vLLM fp8 caches", "exactly 8 bits"),
     _same(HalfQuadratic(8), _SPLIT, _HQQ, "for comparison"),
-    _same(HalfQuadratic(4), _SPLIT, _HQQ, "a little better than int4, slower to encode"),
+    _same(HalfQuadratic(4), _SPLIT, _HQQ, "as int4, slower to encode"),
     _same(HalfQuadratic(3), _SPLIT, _HQQ, "for comparison"),
     _same(HalfQuadratic(2), _SPLIT, _HQQ, "for comparison"),
-    _kivi(4, "recommended: nearly exact at 5 bits"),
-    _kivi(2, "the smallest that holds up on most models, 3 bits"),
+    _kivi(4, "the recommended one: 5 bits"),
+    _kivi(2, "the smallest to try: 3 bits"),
 )
 
 RECOMMENDED = "kivi4"

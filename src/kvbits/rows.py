@@ -45,6 +45,17 @@ class Rows:
         own = torch.arange(order.shape[1], device=order.device)
         return torch.where(own < self.valid.sum(-1, keepdim=True), order, -1)
 
+    @cached_property
+    def padded(self) -> bool:
+        """Whether any column of any row is padding. Rows that were selected from a padded batch may have none."""
+        return self.valid is not None and not bool(self.valid.all())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the maps; 0 where there is no padding."""
+        maps = (self.valid, self.__dict__.get("column_of"))
+        return sum(x.nbytes for x in maps if x is not None)
+
     def extend(self, batch: int, columns: int, valid: torch.Tensor | None = None) -> Rows:
         """These rows and ``columns`` more; ``valid [batch, columns]`` says which of the new ones are text."""
         if valid is None and self.valid is None:

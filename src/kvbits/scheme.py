@@ -229,7 +229,13 @@ def _near(name: str) -> str:
     names = sorted(BY_NAME.keys() | {example for codec in CODECS for example in codec.examples})
     near = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
     hint = f"; near: {', '.join(near)}" if near else ""
-    return f"{hint}. Known: {', '.join(BY_NAME)}, each grouped one also with -gs32, -gs64, -gs128"
+    pair = next((entry for entry in CATALOGUE if entry.key != entry.value and name.startswith(entry.name)), None)
+    if pair is not None:
+        hint = f"; {pair.name} is k={pair.key},v={pair.value}: change its groups there"
+    return (
+        f"{hint}. Known: {', '.join(BY_NAME)}; int, nf and hqq also with -channel (groups of tokens instead of "
+        "channels) and with -gs16, -gs32, -gs64 or -gs128"
+    )
 
 
 def _bad_item(text: str, item: str) -> str:

@@ -145,7 +145,7 @@ class BlockStore:
         added = next(iter(keys.values())).shape[2]
         first = self.counts[rows[0]]
         assert all(self.counts[r] == first for r in rows)
-        self._reserve(added * len(rows), first + added)
+        self.reserve(added * len(rows), first + added)
         tile = self.pool[self.used : self.used + added * len(rows)].unflatten(0, (added, len(rows)))
         tile = tile.permute(1, 2, 0, 3)
         for slots, packed in ((self.record.keys, keys), (self.record.values, values)):
@@ -186,8 +186,8 @@ class BlockStore:
         self.counts = [count - blocks for count in self.counts]
         self.in_order = False
 
-    def _reserve(self, added: int, columns: int) -> None:
-        """Make room for ``added`` more blocks in the pool and ``columns`` columns in the table."""
+    def reserve(self, added: int, columns: int) -> None:
+        """Make room for ``added`` more blocks in the pool and ``columns`` columns in the table, all at once."""
         if columns > self.table.shape[1]:
             wider = self.table.new_zeros(self.table.shape[0], columns + columns // _GROWTH)
             wider[:, : self.table.shape[1]] = self.table

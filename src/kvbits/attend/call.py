@@ -41,7 +41,7 @@ class Call:
         if query.shape[2] > view.kv_columns:
             raise ValueError(f"{query.shape[2]} query tokens, but the cache holds {view.kv_columns} columns")
         if mask is None:
-            if view.rows.valid is not None:
+            if view.rows.padded:
                 raise ValueError("the batch is padded, but attention got no mask: pass attention_mask to the model")
             return
         fits = mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, query.shape[1])

@@ -7,9 +7,12 @@ float32 (float64 for float64 queries). Grouped queries meet a KV head's tile tog
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits.attend.call import Call
 
@@ -18,6 +21,9 @@ TILE_ELEMENTS = 2**19
 
 SCORE_ELEMENTS = 2**21
 """Scores alive at once: longer chunks of queries meet a tile in pieces."""
+
+Mask: TypeAlias = Callable[[slice], torch.Tensor]
+"""What some of the queries see of a tile, made when they meet it: no mask is ever larger than the scores."""
 
 
 def why_not(call: Call) -> list[str]:
@@ -29,12 +35,35 @@ def run(call: Call) -> torch.Tensor:
     """``[B, Hq, q, Dv]`` in the query's dtype. See :class:`kvbits.attend.Call`."""
     view, query = call.view, call.query
     heads = view.keys.shape[1]
+    if query.shape[2] == 0:
+        return query.new_zeros(*query.shape[:3], view.values.shape[3])
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
-    grouped = (query.to(compute) * call.scaling).unflatten(1, (heads, -1))  # [B, H, G, q, Dk]
-    softmax = _OnlineSoftmax(grouped, call.softcap)
+    grouped = query.to(compute).unflatten(1, (heads, -1))  # [B, H, G, q, Dk]
+    if _is_one_piece(call):
+        return _one_piece(call, grouped).to(query.dtype)
+    softmax = _OnlineSoftmax(grouped * call.scaling, call.softcap)
     for keys, values, mask in _pieces(call, compute):
         softmax.add(keys, values, mask)
     return softmax.finish(call.sink_logits).flatten(1, 2).to(query.dtype)
+
+
+def _is_one_piece(call: Call) -> bool:
+    """Whether this is a plain step over a context that fits in one tile, where torch's own softmax is quicker."""
+    view = call.view
+    batch, heads, held, channels = view.keys.shape
+    tokens = held + view.blocks.longest * view.blocks.record.tokens
+    fits = batch * heads * tokens * max(channels, view.values.shape[-1]) <= TILE_ELEMENTS
+    return fits and call.query.shape[2] == 1 and _all_visible(call) and call.softcap is None and call.sink_logits is None
+
+
+def _one_piece(call: Call, grouped: torch.Tensor) -> torch.Tensor:
+    view, dtype = call.view, grouped.dtype
+    keys, values = view.keys.to(dtype), view.values.to(dtype)
+    if view.blocks.longest:
+        packed = view.decode(0, view.blocks.longest)
+        keys, values = (torch.cat([x.to(dtype), y], dim=2) for x, y in zip(packed, (keys, values), strict=True))
+    out = scaled_dot_product_attention(grouped.squeeze(3), keys, values, scale=call.scaling)  # [B, H, G, Dv]
+    return out.flatten(1, 2).unsqueeze(2)
 
 
 class _OnlineSoftmax:
@@ -44,15 +73,16 @@ class _OnlineSoftmax:
         self.query, self.softcap = query, softcap
         self.state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Meet ``keys [B, H, t, Dk]`` and ``values [B, H, t, Dv]`` under ``mask [B|1, H|1, G|1, q, t]``."""
+    def add(self, keys: torch.Tensor, values: torch.Tensor, mask: Mask | None) -> None:
+        """Meet ``keys [B, H, t, Dk]`` and ``values [B, H, t, Dv]`` under a mask; None where all is seen."""
         batch, heads, groups, queries, _ = self.query.shape
         step = max(1, SCORE_ELEMENTS // (batch * heads * groups * keys.shape[2]))
         parts = []
         for first in range(0, queries, step):
             piece = slice(first, min(queries, first + step))
-            parts.append(self._meet(self.query[..., piece, :], keys, values, None if mask is None else mask[..., piece, :]))
-        top, weight, total = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts))
+            seen = None if mask is None else mask(piece)
+            parts.append(self._meet(self.query[..., piece, :], keys, values, seen))
+        top, weight, total = (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
         if self.state is None:
             self.state = top, weight, total
             return
@@ -98,28 +128,24 @@ def _finite(top: torch.Tensor) -> torch.Tensor:
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
-def _pieces(call: Call, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Keys, values and mask of one tile of history after the other, the exact tokens at the end of the last."""
+def _pieces(call: Call, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor, Mask | None]]:
+    """Keys, values and mask of one tile of history after the other, then of the exact tokens."""
     view, device = call.view, call.query.device
-    blocks, exact = view.blocks, (view.keys.to(dtype), view.values.to(dtype))
+    blocks = view.blocks
     batch, heads, held, channels = view.keys.shape
     channels = max(channels, view.values.shape[-1])
     plain = _all_visible(call)
     step = max(1, TILE_ELEMENTS // (batch * heads * channels * blocks.record.tokens))
     for first in range(0, blocks.longest, step):
         last = min(first + step, blocks.longest)
-        keys, values = (x.to(dtype) for x in view.decode(first, last))
-        mask = None if plain else _mask(call, *view.packed_tokens(first, last, device))
-        if last < blocks.longest or held * batch * heads * channels > TILE_ELEMENTS or not plain:
-            yield keys, values, mask
-        elif call.query.shape[2] == 1:  # one piece less is a third of a short step
-            yield torch.cat([keys, exact[0]], dim=2), torch.cat([values, exact[1]], dim=2), None
-            return
-        else:
-            yield keys, values, mask
-    if held:
-        mask = None if plain and call.query.shape[2] == 1 else _mask(call, *view.exact_tokens(device))
-        yield *exact, mask
+        keys, values = view.decode(first, last)
+        mask = None if plain else partial(_mask, call, *view.packed_tokens(first, last, device))
+        yield keys.to(dtype), values.to(dtype), mask
+    token, live = view.exact_tokens(device)
+    for first in range(0, held, step * blocks.record.tokens):
+        tile = slice(first, first + step * blocks.record.tokens)
+        mask = None if plain and call.query.shape[2] == 1 else partial(_mask, call, token[:, tile], live[:, tile])
+        yield view.keys[:, :, tile].to(dtype), view.values[:, :, tile].to(dtype), mask
 
 
 def _all_visible(call: Call) -> bool:
@@ -128,19 +154,21 @@ def _all_visible(call: Call) -> bool:
     return call.mask is None and call.window is None and view.rows.valid is None and view.offset == 0
 
 
-def _mask(call: Call, token: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """What each query sees of own tokens ``token``: bool or additive ``[B|1, H|1, G|1, q, t]``.
+def _mask(call: Call, token: torch.Tensor, live: torch.Tensor, piece: slice) -> torch.Tensor:
+    """What the queries of ``piece`` see of own tokens ``token``: bool or additive ``[B|1, H|1, G|1, q, t]``.
 
     Args:
         call: the call.
         token: own token numbers, ``[t]`` or ``[B, t]``.
         live: bool ``[B, t]``, which rows have them.
+        piece: which queries, from its start to its stop.
     """
     view = call.view
-    batch, heads, queries = view.keys.shape[0], view.keys.shape[1], call.query.shape[2]
+    batch, heads = view.keys.shape[:2]
+    queries, first = piece.stop - piece.start, view.rows.columns - call.query.shape[2] + piece.start
     column = view.columns_of(token.expand(batch, -1))[:, None, None, :]  # [B, 1, 1, t]
     seen = (live[:, None, None, :]) & (column >= view.offset)
-    query_column = torch.arange(view.rows.columns - queries, view.rows.columns, device=column.device)[:, None]
+    query_column = torch.arange(first, first + queries, device=column.device)[:, None]
     if call.mask is None:
         seen = seen & (column <= query_column)
     if call.window is not None:
@@ -148,10 +176,11 @@ def _mask(call: Call, token: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     if call.mask is None:
         return seen[:, :, None]
     index = (column - view.offset).clamp(min=0)
-    given = call.mask.expand(batch, -1, -1, -1)
-    given = given.take_along_dim(index.expand(batch, given.shape[1], queries, -1), dim=-1)
+    given: torch.Tensor = call.mask[:, :, piece].expand(batch, -1, -1, -1)
+    given = torch.take_along_dim(given, index.expand(batch, given.shape[1], queries, -1), dim=-1)
     if given.dtype == torch.bool:
         given = given & seen
     else:
-        given = given.to(torch.float32).masked_fill(~seen, -torch.inf)
-    return given.unflatten(1, (heads, -1) if given.shape[1] > 1 else (1, 1))
+        given = given.to(torch.promote_types(given.dtype, torch.float32)).masked_fill(~seen, -torch.inf)
+    by_head: torch.Tensor = given.unflatten(1, (heads, -1) if given.shape[1] > 1 else (1, 1))
+    return by_head

@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvbits.cache import LayerCache
+from kvbits.catalogue import RECOMMENDED
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
 from kvbits.hf.translate import scheme_of_cache_config
@@ -37,7 +38,7 @@ class Attachment:
     sliding: bool = False
 
 
-def cache_for(model: PreTrainedModel, scheme: str | Scheme = "kivi4", *, sliding: bool = False) -> KVCache:
+def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sliding: bool = False) -> KVCache:
     """A new, empty cache for ``model``, for ``generate`` or for a loop of forwards.
 
     Attaches kvbits to the model (see this module); :func:`disable` takes it off.
@@ -128,7 +129,7 @@ def enable(model: PreTrainedModel, scheme: str | Scheme | None = None, *, slidin
         The same model. Raises as :func:`cache_for`.
     """
     scheme = None if scheme is None else Scheme.parse(scheme)
-    cache_for(model, scheme or "int4", sliding=sliding)  # refuses now rather than at the first call
+    cache_for(model, scheme or RECOMMENDED, sliding=sliding)  # refuses now rather than at the first call
     attachment = attach(model)
     attachment.scheme, attachment.sliding = scheme, sliding
     if hasattr(model, "_prepare_cache_for_generation"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -48,7 +49,10 @@ class Columns:
         if self._waiting:
             self._waiting = False
             if self.rows.columns != before:
-                raise ValueError(f"the layers of this cache hold different lengths ({before}, {self.rows.columns})")
+                raise ValueError(
+                    f"a layer holds {before} columns and the cache {self.rows.columns}: an earlier call failed halfway, "
+                    "or a layer was changed by itself; reset() the cache or make a new one"
+                )
             self.rows = self.rows.extend(batch, added, self._text(before, batch, added))
         if self.rows.columns != before + added or self.rows.batch != batch:
             raise ValueError(
@@ -62,7 +66,7 @@ class Columns:
         """Which of the new columns are text, bool ``[B, added]``, or None for all."""
         mask = self._mask
         if mask is None:
-            if self.rows.valid is not None:
+            if self.rows.padded:
                 raise ValueError(
                     "this batch is padded, but this call has no attention_mask: pass the mask of all "
                     f"{before + added} columns, those in the cache included"
@@ -207,9 +211,28 @@ class KVCache(Cache):
         super().__init__(layers=layers)
         self.scheme = scheme
         self.columns = columns
+        self._unused = {i: copy.deepcopy(x) for i, x in enumerate(layers) if not isinstance(x, PackedLayer)}
 
     def __repr__(self) -> str:
         return f"KVCache({self.scheme}, {len(self.layers)} layers, {self.get_seq_length()} tokens)"
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in every Transformers cache.
+
+        Raises:
+            ValueError: for a layer or a number of rows that this cache does not have, before anything changes.
+        """
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"this cache was made for a model of {len(self.layers)} layers and got layer {layer_idx}; use "
+                "kvbits.cache_for(model, scheme) with the very model that runs"
+            )
+        batch, rows = key_states.shape[0], self.columns.rows.batch
+        if rows not in (0, batch):
+            raise ValueError(f"this cache holds {rows} rows and got {batch}; reset() it or make a new one")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def packed_layers(self) -> list[PackedLayer]:
@@ -225,8 +248,7 @@ class KVCache(Cache):
                 count += ByteCount(**layer.core.nbytes())
             else:
                 count += ByteCount(other=storage_bytes(layer))
-        if self.columns.rows.valid is not None:
-            count += ByteCount(slack=self.columns.rows.valid.nbytes)
+        count += ByteCount(slack=self.columns.rows.nbytes)
         return count
 
     @property
@@ -281,7 +303,13 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         """Empty every layer; the cache can then hold another batch."""
-        super().reset()
+        for layer in self.packed_layers:
+            layer.reset()
+        for index, unused in self._unused.items():  # their own reset keeps the shapes, and before 5.24 zeroed tokens
+            recording = getattr(self.layers[index], "record_past", False)
+            self.layers[index] = copy.deepcopy(unused)
+            if recording:
+                self.layers[index].activate_past_recording()
         self.columns.replace(Rows())
 
 

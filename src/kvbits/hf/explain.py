@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbits.hf.attach import cache_for, cache_name
+from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import PackedLayer
 from kvbits.scheme import Scheme
 
@@ -37,12 +38,13 @@ class Explanation:
 
     model: str
     scheme: str
+    prompt: str
     layers: tuple[LayerPath, ...]
 
     def __str__(self) -> str:
         lines = [
             f"{self.model} under {self.scheme}",
-            "prompt: the model's stock attention over the exact keys and values; they are packed right after",
+            f"prompt: stock attention ({self.prompt}) over the exact keys and values; they are packed right after",
         ]
         first = 0
         for index, path in enumerate(self.layers):
@@ -79,7 +81,9 @@ def explain(model: PreTrainedModel, scheme: str | Scheme, *, sliding: bool = Fal
         else:
             kind = type(layer).__name__
             paths.append(LayerPath(index, f"{kind}, exact", "own", "not a full-attention layer: the model's own cache"))
-    return Explanation(type(model).__name__, str(scheme), tuple(paths))
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    prompt = STOCK_OF.get(implementation, implementation)
+    return Explanation(type(model).__name__, str(scheme), prompt, tuple(paths))
 
 
 def _probe(model: PreTrainedModel, name: str, cache: object, block: int) -> None:
@@ -92,7 +96,7 @@ def _probe(model: PreTrainedModel, name: str, cache: object, block: int) -> None
 
 def _why(model: PreTrainedModel, step: str) -> str:
     if step.startswith("kernel"):
-        return "attention straight from the packed blocks; no native kernel is installed" if "reference" in step else ""
+        return "attention straight from the packed blocks"
     if step == "stock":
         return "this scheme packs nothing: attention over the exact buffer"
     if not model._can_set_attn_implementation():

@@ -1,0 +1,22 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct and its tokenizer, loaded once; tests leave the model disabled."""
+    from kvbits.hf.loading import DEFAULT_MODEL, embedded_model, load_model, load_tokenizer
+
+    try:
+        embedded_model()
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    return load_model(DEFAULT_MODEL), load_tokenizer(DEFAULT_MODEL)

@@ -1,0 +1,323 @@
+"""The documentation is true: its code runs, its names exist, its links lead somewhere, its tables match the code."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import re
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvbits
+import kvbits.catalogue
+import kvbits.codecs
+import kvbits.scheme
+from kvbits.catalogue import CATALOGUE
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+ids = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block: the words after its fence, its text, its first line, and the comment right above it, if any."""
+
+    words: tuple[str, ...]
+    text: str
+    line: int
+    comment: str
+
+    def run(self, page: Path, namespace: dict[str, Any]) -> None:
+        """Execute; errors point at the line in the page."""
+        exec(compile("\n" * (self.line - 1) + self.text, page, "exec"), namespace)
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page."""
+    found: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    start = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        above = re.fullmatch(r"<!-- (.*) -->", lines[start - 1]) if start else None
+        text = "\n".join(lines[start + 1 : number]) + "\n"
+        found.append(Block(tuple(lines[start][3:].split()), text, start + 2, above[1] if above else ""))
+        start = None
+    assert start is None, f"{page.name}: the fence in line {(start or 0) + 1} is not closed"
+    return found
+
+
+def python(page: Path) -> list[Block]:
+    """The Python blocks that run."""
+    return [block for block in blocks(page) if block.words[:1] == ("python",) and "no-run" not in block.words]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+@pytest.fixture
+def generate() -> types.ModuleType:
+    """docs/generate.py as a module."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- code ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        pytest.skip("README writes cache=, which is past_key_values= before Transformers 5.24")
+    # The page loads the same weights twice; once is slow enough.
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", functools.cache(AutoModelForCausalLM.from_pretrained))
+    page = ROOT / "README.md"
+    snippets, namespace = python(page), {"__name__": "readme"}
+    assert len(snippets) >= 4
+    for snippet in snippets:
+        snippet.run(page, namespace)
+        if "cache" in namespace:  # each snippet that makes a cache fills it with packed blocks
+            assert namespace["cache"].nbytes.codes > 0
+    assert "kernel reference" in capsys.readouterr().out
+    assert namespace["output"].shape[1] == namespace["inputs"].input_ids.shape[1] + 4
+    assert kvbits.disable(namespace["model"]) is namespace["model"]
+
+
+def test_readme_hub_snippet_is_python() -> None:
+    (hub,) = [block for block in blocks(ROOT / "README.md") if "no-run" in block.words]
+    assert {"kvbits", "cache_for"} <= {
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in ast.walk(ast.parse(hub.text))
+        if isinstance(node, (ast.Name, ast.Attribute))
+    }
+
+
+@pytest.mark.parametrize("name", ["journey", "schemes"])
+def test_snippets_run(name: str) -> None:
+    page = ROOT / "docs" / f"{name}.md"
+    torch.manual_seed(0)
+    assert python(page)
+    for snippet in python(page):
+        snippet.run(page, {"__name__": name})
+
+
+def test_every_runnable_snippet_has_a_test() -> None:
+    pages = {page.name for page in PAGES if python(page)}
+    assert pages == {"README.md", "journey.md", "schemes.md", "add-a-method.md"}
+
+
+class Example:
+    """The codec of docs/add-a-method.md, registered in the tables as the page says, for the length of one test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.page = ROOT / "docs" / "add-a-method.md"
+        self.file, self.entry, self.rows, self.trial = python(self.page)
+        match = re.fullmatch(r"file: src/(.*)\.py", self.file.comment)
+        assert match is not None
+        name = match[1].replace("/", ".")
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up
+        self.file.run(self.page, vars(module))
+
+        assert self.entry.comment == "into: kvbits.codecs"
+        self.before = kvbits.codecs.CODECS
+        table = dict(vars(kvbits.codecs))
+        self.entry.run(self.page, table)
+        self.codecs = table["CODECS"]
+
+        assert self.rows.comment == "into: kvbits.catalogue"
+        names = {**vars(kvbits.catalogue), "Clipped": table["Clipped"]}
+        self.rows.run(self.page, names)
+        self.entries = names["CATALOGUE"][len(CATALOGUE) :]
+        assert self.entries and names["CATALOGUE"][: len(CATALOGUE)] == CATALOGUE
+
+        for owner in (kvbits.codecs, kvbits.scheme):
+            monkeypatch.setattr(owner, "CODECS", self.codecs)
+        for owner in (kvbits, kvbits.catalogue, kvbits.scheme):
+            monkeypatch.setattr(owner, "CATALOGUE", (*CATALOGUE, *self.entries))
+        for entry in self.entries:
+            monkeypatch.setitem(kvbits.catalogue.BY_NAME, entry.name, entry)
+        self.module = module
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Example:
+    return Example(monkeypatch)
+
+
+def test_method_example_runs(example: Example) -> None:
+    example.trial.run(example.page, {"__name__": "trial"})
+
+
+def test_method_example_is_a_full_member(example: Example) -> None:
+    new = example.module.Clipped
+    assert example.codecs == (*example.before, new), "the page shows another CODECS than the code has"
+    for text in [*new.examples, *(entry.name for entry in example.entries), "k=clip2-channel,v=clip2"]:
+        scheme = kvbits.Scheme.parse(text)
+        assert str(scheme) == text and kvbits.Scheme.from_json(scheme.to_json()) == scheme
+    with pytest.raises(ValueError, match="clip4"):
+        kvbits.Scheme.parse("clip5")
+    codec = new(4)
+    encoded = codec.encode(torch.full((2, 32, 80), 0.3).bfloat16(), {})
+    assert {name: (part.dtype, part.shape[1:]) for name, part in encoded.items()} == {
+        part.name: (part.dtype, part.shape) for part in codec.layout(32, 80, torch.bfloat16)
+    }
+    assert torch.equal(codec.decode(encoded, {}).bfloat16(), torch.full((2, 32, 80), 0.3).bfloat16())
+
+
+def test_method_example_fails_without_its_idea(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example.module, "RATIOS", (1.0,))
+    with pytest.raises(AssertionError):
+        example.trial.run(example.page, {"__name__": "trial"})
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def exists(name: str) -> bool:
+    """Whether ``module.Class.attribute``, relative to kvbits, is there; a field of a dataclass counts."""
+    found: Any = kvbits
+    path = "kvbits"
+    for part in name.split("."):
+        path = f"{path}.{part}"
+        if hasattr(found, "__path__") and importlib.util.find_spec(path) is not None:
+            found = importlib.import_module(path)
+        elif hasattr(found, part):
+            found = getattr(found, part)
+        else:
+            return part in getattr(found, "__annotations__", {})
+    return True
+
+
+def test_names_in_the_journey_exist() -> None:
+    names = re.findall(r"`([a-z]\w*(?:\.\w+)+)`", prose(ROOT / "docs" / "journey.md"))
+    names = [name for name in names if not name.startswith("kvbits.")]  # the next test has these
+    assert len(set(names)) > 40
+    assert [name for name in names if not exists(name)] == []
+    assert not exists("cache.LayerCache.appendix") and not exists("caches.LayerCache.append")
+    assert exists("store.Blocks.in_order") and not exists("store.Blocks.in_disorder")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_names_of_files_and_of_the_package_exist(page: Path) -> None:
+    text = prose(page)
+    for name in re.findall(r"`kvbits\.(\w+(?:\.\w+)*)`", text):
+        assert exists(name), f"kvbits.{name}"
+    places = (ROOT, ROOT / "src" / "kvbits")
+    for name in re.findall(r"`((?:[\w.]+/)*[\w-]+\.(?:py|md|txt|toml))`", text):
+        if name != "src/kvbits/codecs/clipped.py":
+            assert any((place / name).is_file() for place in places), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_exist(page: Path) -> None:
+    typer = pytest.importorskip("typer")
+    from kvbits.cli import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)
+    shell = "".join(block.text for block in blocks(page) if block.words[:1] == ("sh",))
+    for line in shell.splitlines():
+        words = line.partition("#")[0].split()
+        assert words[0] in ("make", "kvbits"), line
+        if words[0] == "make":
+            assert words[1] in targets, line
+            continue
+        options = {option for parameter in commands[words[1]].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= options, line
+    for target in re.findall(r"`make ([a-z]+)`", prose(page)):
+        assert target in targets, target
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that headings get."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"\n", " ", prose(page))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.is_relative_to(ROOT) or not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    waiting, reached = [ROOT / "README.md"], set()
+    while waiting:
+        page = waiting.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        links = re.findall(r"\]\(([^)#\s]+\.md)", prose(page))
+        waiting += [(page.parent / link).resolve() for link in links if not link.startswith("http")]
+    assert set(PAGES) <= reached
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_generated_sections_are_up_to_date(generate: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--check"]) == 0, "run python docs/generate.py:\n" + capsys.readouterr().out
+
+
+def test_a_stale_section_is_noticed_and_rewritten(
+    generate: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = "docs/formats.md"
+    monkeypatch.setattr(generate, "SECTIONS", {page: generate.SECTIONS[page]})
+    (tmp_path / "docs").mkdir()
+    copy = Path(shutil.copy(ROOT / page, tmp_path / page))
+    good = copy.read_text(encoding="utf-8")
+    assert generate.main(["--check"], tmp_path) == 0
+
+    stale = good.replace("| K | zero | 8704 | 512 |", "| K | zero | 8704 | 256 |")
+    assert stale != good
+    copy.write_text(stale, encoding="utf-8")
+    assert generate.main(["--check"], tmp_path) == 1
+    assert "| 256 |" in capsys.readouterr().out
+    assert copy.read_text(encoding="utf-8") == stale
+    assert generate.main([], tmp_path) == 0
+    assert copy.read_text(encoding="utf-8") == good
+
+
+def test_every_scheme_is_documented() -> None:
+    names = {entry.name for entry in CATALOGUE}
+    for page in ("README.md", "docs/schemes.md"):
+        rows = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / page).read_text(encoding="utf-8"), flags=re.M))
+        assert names <= rows, page

@@ -1,0 +1,181 @@
+"""Every family of the zoo: exact equals the stock cache, packing loses nothing, quantizing loses what it should.
+
+The yardstick of each family comes from a model of its own that kvbits never touched: logits of given tokens in a
+prompt, a chunk and single steps, and a greedy continuation, both of a left-padded batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers as hf
+import zoo
+
+import kvbits
+from kvbits.hf.attach import cache_name
+from kvbits.hf.cache import KVCache
+
+LOSSLESS = "exact,residual=4,block=32"  # all of the packed machinery, with nothing lost
+QUANTIZED = "int8,residual=4,block=32"
+TOKENS, NEW_TOKENS = 56, 12
+CHUNKS = (42, 1, 1, 9, 1, 1, 1)
+"""How the given tokens are fed: the first chunk packs one block, the fourth arrives over packed history."""
+
+ARGUMENT_NAMES = ["past_key_values"] + (["cache"] if zoo.installed() >= (5, 24) else [])
+
+
+@functools.lru_cache(maxsize=None)
+def attached(name: str) -> hf.PreTrainedModel:
+    return zoo.build(name)
+
+
+@functools.lru_cache(maxsize=None)
+def yardstick(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of an untouched model with its own cache: teacher-forced logits, greedy tokens and their logits."""
+    model = zoo.build(name)
+    return teacher_forced(model, stock_cache(model)), *generate(model, stock_cache(model))
+
+
+def stock_cache(model: hf.PreTrainedModel) -> hf.DynamicCache:
+    return hf.DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def teacher_forced(model: hf.PreTrainedModel, cache: hf.Cache, argument: str | None = None) -> torch.Tensor:
+    """Logits ``[B, T, V]`` of a left-padded batch of given tokens, by plain forwards; 0 where there is padding."""
+    ids, mask = zoo.padded_prompt(tokens=TOKENS)
+    assert sum(CHUNKS) == TOKENS
+    logits, done = [], 0
+    with torch.no_grad():
+        for chunk in CHUNKS:
+            new = {argument or cache_name(model): cache, "attention_mask": mask[:, : done + chunk]}
+            logits.append(model(input_ids=ids[:, done : done + chunk], use_cache=True, **new).logits)
+            done += chunk
+    return torch.cat(logits, dim=1).masked_fill(mask[:, :, None] == 0, 0)
+
+
+def generate(
+    model: hf.PreTrainedModel, cache: hf.Cache, argument: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens after a left-padded prompt, and the logits that they were taken from."""
+    ids, mask = zoo.padded_prompt()
+    result = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True,
+        output_logits=True, **{argument or cache_name(model): cache},
+    )  # fmt: skip
+    assert result[cache_name(model)] is cache
+    return result.sequences, torch.stack(result.logits, dim=1)
+
+
+def error(logits: torch.Tensor, right: torch.Tensor) -> float:
+    """Error of the logits after the prompt in units of their spread: root mean square over the vocabulary, median
+    over the tokens, as a router may send single tokens to another expert."""
+    logits, right = logits[:, CHUNKS[0] :].double(), right[:, CHUNKS[0] :].double()
+    return float((logits - right).pow(2).mean(-1).sqrt().median() / right.std())
+
+
+def assert_packed(cache: KVCache) -> None:
+    assert all(layer.core.store.longest > 0 for layer in cache.packed_layers)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_models() -> Iterator[None]:
+    yield
+    attached.cache_clear()
+    yardstick.cache_clear()
+
+
+@pytest.mark.parametrize("name", zoo.SERVED)
+def test_exact_equals_the_stock_cache_bit_for_bit(name: str) -> None:
+    model = attached(name)
+    logits, tokens, token_logits = yardstick(name)
+    assert torch.equal(teacher_forced(model, kvbits.cache_for(model, "exact")), logits)
+    got_tokens, got_logits = generate(model, kvbits.cache_for(model, "exact"))
+    assert torch.equal(got_tokens, tokens)
+    assert torch.equal(got_logits, token_logits)
+
+
+@pytest.mark.parametrize("name, sliding", [(n, False) for n in zoo.SERVED] + [(n, True) for n in zoo.SLIDING])
+def test_packing_loses_nothing(name: str, sliding: bool) -> None:
+    model = attached(name)
+    logits, tokens, token_logits = yardstick(name)
+    cache = kvbits.cache_for(model, LOSSLESS, sliding=sliding)
+    got = teacher_forced(model, cache)
+    assert_packed(cache)
+    assert (got - logits).abs().max() <= 1e-5 * logits.abs().max()
+    got_tokens, got_logits = generate(model, kvbits.cache_for(model, LOSSLESS, sliding=sliding))
+    assert torch.equal(got_tokens, tokens)
+    assert (got_logits - token_logits).abs().max() <= 1e-5 * token_logits.abs().max()
+
+
+@pytest.mark.parametrize("name", zoo.SERVED)
+def test_layers_go_where_the_zoo_says(name: str) -> None:
+    model, family = attached(name), zoo.FAMILIES[name]
+    cache = kvbits.cache_for(model, QUANTIZED)
+    teacher_forced(model, cache)
+    assert_packed(cache)
+    got = frozenset(layer.trace.outcome for layer in cache.packed_layers), len(cache.layers) - len(cache.packed_layers)
+    allowed = [(family.outcomes, family.stock_layers)]
+    if family.lowest is not None:
+        if zoo.installed() == (5, 0):
+            allowed = [family.lowest]
+        elif zoo.installed() < (5, 24):
+            allowed.append(family.lowest)
+    assert got in allowed
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.SERVED if zoo.FAMILIES[name].outcomes])
+def test_quantizing_loses_little_at_8_bits_and_more_at_4(name: str) -> None:
+    model = attached(name)
+    right = yardstick(name)[0]
+    errors = {}
+    for bits in ("int8", "int4"):
+        errors[bits] = error(teacher_forced(model, kvbits.cache_for(model, f"{bits},residual=4,block=32")), right)
+    # The levels of int4 are 17 times as far apart, and so is what comes of them where a model is smooth.
+    assert 0 < errors["int8"] < errors["int4"] / 6
+    assert errors["int8"] < 0.01
+    tokens, logits = generate(model, kvbits.cache_for(model, QUANTIZED))
+    assert tokens.shape == yardstick(name)[1].shape
+    assert bool(torch.isfinite(logits).all())
+
+
+@pytest.mark.parametrize("argument", ARGUMENT_NAMES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon-new", "gpt2", "deepseek-v3"])
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_both_argument_names(name: str, argument: str) -> None:
+    model = attached(name)
+    logits, tokens, _ = yardstick(name)
+    cache = kvbits.cache_for(model, LOSSLESS)
+    assert (teacher_forced(model, cache, argument) - logits).abs().max() <= 1e-5 * logits.abs().max()
+    assert_packed(cache)
+    assert torch.equal(generate(model, kvbits.cache_for(model, LOSSLESS), argument)[0], tokens)
+
+
+@pytest.mark.parametrize("name", zoo.SERVED)
+def test_bfloat16(name: str) -> None:
+    """Packing adds no more error to a bfloat16 model than bfloat16 itself does; quantized schemes run."""
+    model = zoo.build(name, torch.bfloat16)
+    right = yardstick(name)[0]
+    stock = error(teacher_forced(model, stock_cache(model)), right)
+    cache = kvbits.cache_for(model, LOSSLESS)
+    assert error(teacher_forced(model, cache), right) <= 2 * stock
+    assert_packed(cache)
+    assert all(layer.core.keys.dtype == torch.bfloat16 for layer in cache.packed_layers)
+    logits = generate(model, kvbits.cache_for(model, "kivi4,residual=4,block=32"))[1]
+    assert bool(torch.isfinite(logits).all())
+
+
+@pytest.mark.parametrize("name", zoo.REFUSED)
+def test_families_that_cannot_be_served_are_refused(name: str) -> None:
+    model = zoo.build_any(name)
+    if zoo.FAMILIES[name].once_refused and model._supports_default_dynamic_cache():
+        pytest.skip(f"served with Transformers {hf.__version__}")
+    with pytest.raises(ValueError, match=zoo.FAMILIES[name].refused or zoo.NOTHING_TO_STORE):
+        kvbits.cache_for(model, "int4")
+    with pytest.raises(ValueError, match=type(model).__name__):
+        kvbits.enable(model, "int4")
+    assert not [key for key in vars(model) if "kvbits" in key]
+    assert not model._forward_pre_hooks
+    assert "kvbits" not in str(model.config._attn_implementation)

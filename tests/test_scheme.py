@@ -1,0 +1,304 @@
+"""Floor 2: the grammar of schemes, their refusals, and the catalogue."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table import CATALOGUE_SCHEMES, CODECS, SCHEMES, CodecCase, SchemeCase
+
+from kvbits.catalogue import BY_NAME, CATALOGUE, RECOMMENDED
+from kvbits.codecs import CODECS as CODEC_CLASSES
+from kvbits.codecs import Affine, Exact, Fp8, NormalFloat
+from kvbits.scheme import BLOCK_TOKENS, BLOCKS, RESIDUAL_TOKENS, SINK_TOKENS, Override, Scheme, parse_codec
+
+each_scheme = pytest.mark.parametrize("case", SCHEMES, ids=str)
+
+# -- grammar -----------------------------------------------------------------------------------------------------------
+
+
+@each_scheme
+def test_every_spelling_means_its_codecs(case: SchemeCase) -> None:
+    scheme = Scheme.parse(case.spelling)
+    assert (scheme.key, scheme.value) == (parse_codec(case.key.spelling), parse_codec(case.value.spelling))
+    assert (scheme.sinks, scheme.block, scheme.overrides) == (SINK_TOKENS, BLOCK_TOKENS, ())
+    assert scheme.residual == (None if case.spelling == "exact" else RESIDUAL_TOKENS)
+    assert scheme.packs == (case.spelling != "exact")
+    bits = (scheme.key.bits_per_element(128, 64) + scheme.value.bits_per_element(128, 64)) / 2
+    assert bits == case.bits
+
+
+@each_scheme
+def test_every_spelling_round_trips(case: SchemeCase) -> None:
+    scheme = Scheme.parse(case.spelling)
+    assert Scheme.parse(str(scheme)) == scheme
+    assert str(Scheme.parse(str(scheme))) == str(scheme)
+    assert Scheme.from_json(json.loads(json.dumps(scheme.to_json()))) == scheme
+    assert hash(Scheme.parse(str(scheme))) == hash(scheme)
+
+
+@pytest.mark.parametrize("case", CODECS, ids=str)
+def test_codecs_round_trip_through_their_canonical_spelling(case: CodecCase) -> None:
+    codec = parse_codec(case.spelling)
+    assert parse_codec(str(codec)) == codec and str(parse_codec(str(codec))) == str(codec)
+
+
+@pytest.mark.parametrize(
+    ("loose", "canonical"),
+    [
+        ("INT4", "int4"),
+        (" int4 , residual = 64 ", "int4,residual=64"),
+        ("int4-gs64", "int4"),
+        ("int4-channel-gs32", "int4-channel"),
+        ("k=int4-channel,v=int4-gs32", "kivi4"),
+        ("v=int4-gs32,k=int4-channel", "kivi4"),
+        ("k=kivi2,v=kivi2", "kivi2"),
+        ("k=int4,v=int4", "int4"),
+        ("k=exact,v=exact", "exact"),
+        ("int4,residual=128,sinks=4,block=128", "int4"),
+        ("sinks=0,int4", "int4,sinks=0"),
+        ("exact,residual=32", "exact,residual=32"),
+        ("int2,layers[ 0, 1 ]=k=fp8,v=int8", None),
+        ("int2,layers[0,-1]=kivi4", "int2,layers[0,-1]=kivi4"),
+        ("kivi4,layers[-0]=exact", "kivi4,layers[0]=exact"),
+    ],
+)
+def test_loose_spellings_have_one_canonical_form(loose: str, canonical: str | None) -> None:
+    if canonical is None:
+        with pytest.raises(ValueError, match="does not fit|unknown scheme"):  # an override takes a name, not a pair
+            Scheme.parse(loose)
+        return
+    assert str(Scheme.parse(loose)) == canonical
+
+
+def test_a_scheme_passes_through_and_other_types_do_not() -> None:
+    scheme = Scheme.parse("kivi2")
+    assert Scheme.parse(scheme) is scheme
+    for wrong in (None, 4, ["int4"], Affine(4)):
+        with pytest.raises(TypeError, match=r"a string such as 'int4' or a kvbits\.Scheme"):
+            Scheme.parse(wrong)  # type: ignore[arg-type]
+
+
+codecs = st.sampled_from([parse_codec(case.spelling) for case in CODECS])
+pairs_by_name = st.sampled_from([(entry.key, entry.value) for entry in CATALOGUE]) | codecs.map(lambda c: (c, c))
+
+
+@st.composite
+def schemes(draw: st.DrawFn) -> Scheme:
+    key, value = draw(codecs), draw(codecs)
+    layers = draw(st.lists(st.integers(-40, 40), unique=True, max_size=6))
+    cut = draw(st.integers(0, len(layers)))
+    overrides = tuple(
+        Override(tuple(part), *draw(pairs_by_name)) for part in (layers[:cut], layers[cut:]) if part
+    )
+    used = (key, value, *(codec for o in overrides for codec in (o.key, o.value)))
+    blocks = [block for block in BLOCKS if all(block % codec.block_multiple == 0 for codec in used)]
+    residual = st.integers(0, 4096)
+    if key == value == Exact():
+        residual = residual | st.none()
+    return Scheme(
+        key, value, draw(residual), draw(st.integers(0, 64)), draw(st.sampled_from(blocks)), overrides
+    )
+
+
+@given(schemes())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_any_scheme_round_trips(scheme: Scheme) -> None:
+    assert Scheme.parse(str(scheme)) == scheme
+    assert Scheme.parse(str(scheme).upper().replace(",", " , ")) == scheme
+    assert Scheme.from_json(json.loads(json.dumps(scheme.to_json()))) == scheme
+
+
+@given(st.text(alphabet="intfp0123456789-gs,=kvlayers[] residual", max_size=30))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_any_text_is_a_scheme_or_a_value_error(text: str) -> None:
+    try:
+        scheme = Scheme.parse(text)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert Scheme.parse(str(scheme)) == scheme
+
+
+def test_overrides_of_a_pair_without_a_name_round_trip_through_json_only_if_spelled() -> None:
+    """The text grammar has no pair within an override; such a scheme must not print as something else."""
+    scheme = Scheme(Affine(2), Affine(2), overrides=(Override((0,), Affine(8), Fp8()),))
+    assert Scheme.from_json(json.loads(json.dumps(scheme.to_json()))) == scheme
+    try:
+        assert Scheme.parse(str(scheme)) == scheme
+    except ValueError:
+        pass  # refused, not misread
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("int5", ("unknown scheme 'int5'", "int4", "int8")),
+        ("kivi3", ("unknown scheme 'kivi3'", "near: kivi4, kivi2")),
+        ("nf8", ("unknown scheme 'nf8'", "nf4")),
+        ("hqq1", ("unknown scheme 'hqq1'", "hqq4")),
+        ("fp8-gs32", ("unknown scheme 'fp8-gs32'", "-gs32", "int4-gs32")),
+        ("fp8-statik", ("near: fp8-static",)),
+        ("qqq", ("unknown scheme 'qqq'", "Known: exact, int8")),
+        ("", ("unknown scheme ''", "Known: ")),
+        ("int4,", ("'' does not fit",)),
+        ("int4-gs48", ("int4 has no groups of 48", "(16, 32, 64, 128)")),
+        ("int4-gs0", ("no groups of 0",)),
+        ("nf4-channel-gs256", ("no groups of 256",)),
+        ("int4,int8", ("'int8' does not fit", "k=...,v=...")),
+        ("k=int4", ("'v=' is missing", "k=int4-channel,v=int4")),
+        ("v=int4", ("'k=' is missing",)),
+        ("k=int4,k=int8,v=int4", ("'k=int8' does not fit",)),
+        ("k=int4,v=nope", ("unknown scheme 'nope'",)),
+        ("residual=8", ("name a scheme",)),
+        ("int4,residul=3", ("did you mean residual=?",)),
+        ("int4,sink=3", ("did you mean sinks=?",)),
+        ("int4,residual=3,residual=4", ("'residual=4' does not fit", "once each")),
+        ("int4,residual=-1", ("residual=-1 is not a number of tokens", "residual=128")),
+        ("int4,residual=1.5", ("residual=1.5 is not a number",)),
+        ("int4,sinks=", ("sinks= is not a number",)),
+        ("int4,sinks=many", ("sinks=many is not a number",)),
+        ("int4,block=100", ("block=100 is not a block length", "(32, 64, 128, 256)")),
+        ("int4-channel-gs128,block=64", ("int4-channel-gs128 needs blocks of a multiple of 128", "(128, 256)")),
+        ("int4,block=32,layers[0]=nf4-channel-gs64", ("nf4-channel-gs64 needs", "(64, 128, 256)")),
+        ("int4,layers[0]=nope", ("unknown scheme 'nope'",)),
+        ("int4,layers[]=fp8", ("does not fit", "layers[0,1,-1]=NAME")),
+        ("int4,layers[a]=fp8", ("does not fit",)),
+        ("int4,layers=fp8", ("did you mean layers[0]=?",)),
+        ("int4,layers[0]", ("does not fit",)),
+        ("int4,layers[1]=fp8,layers[0,1]=nf4", ("layers [1] are named twice",)),
+        ("int4,layers[2,2]=fp8", ("layers [2] are named twice",)),
+    ],
+)
+def test_impossible_text_is_refused_with_what_is_near(text: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
+        Scheme.parse(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Affine(5), "int has no 5 bits; allowed are"),
+        (lambda: NormalFloat(8), "nf has no 8 bits; allowed are"),
+        (lambda: Affine(4, "row"), "per='row' is not a direction"),  # type: ignore[arg-type]
+        (lambda: Affine(4, "token", 48), "int4 has no groups of 48"),
+        (lambda: Scheme(Affine(4), Affine(4), residual=None), "residual=None keeps every token exact"),
+        (lambda: Scheme(Exact(), Affine(4), residual=None), "residual=None keeps every token exact"),
+        (lambda: Scheme(Affine(4), Affine(4), residual=-1), "residual=-1 is not a number of tokens"),
+        (lambda: Scheme(Affine(4), Affine(4), sinks=-4), "sinks=-4 is not a number of tokens"),
+        (lambda: Scheme(Affine(4), Affine(4), sinks=True), "sinks=True is not a number of tokens"),
+        (lambda: Scheme(Affine(4), Affine(4), residual=1.5), "residual=1.5"),  # type: ignore[arg-type]
+        (lambda: Scheme(Affine(4), Affine(4), block=0), "block=0 is not a block length"),
+        (lambda: Scheme(Affine(4), Affine(4), block=96), "block=96 is not a block length"),
+        (lambda: Override((), Fp8(), Fp8()), "names no layers"),
+        (lambda: Override((True,), Fp8(), Fp8()), "names no layers"),
+        (lambda: Override([0], Fp8(), Fp8()), "names no layers"),  # type: ignore[arg-type]
+    ],
+)
+def test_impossible_objects_are_refused(make, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make()
+
+
+@pytest.mark.parametrize("change", ({"extra": 1}, {"key": None, "drop": "key"}), ids=("unknown field", "missing field"))
+def test_json_with_other_fields_is_refused(change: dict[str, object]) -> None:
+    data = Scheme.parse("int4").to_json()
+    if "drop" in change:
+        del data[str(change["drop"])]
+    else:
+        data.update(change)
+    with pytest.raises(ValueError, match="a scheme has the fields"):
+        Scheme.from_json(data)
+
+
+def test_json_is_validated_like_text() -> None:
+    data = Scheme.parse("int4").to_json()
+    with pytest.raises(ValueError, match="unknown scheme 'int7'"):
+        Scheme.from_json({**data, "key": "int7"})
+    with pytest.raises(ValueError, match="residual='128' is not a number of tokens"):
+        Scheme.from_json({**data, "residual": "128"})
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def names_by_layer(text: str, count: int) -> list[str]:
+    return [str(Scheme.parse(text).for_layer(index, count)) for index in range(count)]
+
+
+def test_overrides_count_from_both_ends() -> None:
+    assert names_by_layer("int4,layers[0,-1]=fp8,layers[-2]=exact", 5) == ["fp8", "int4", "int4", "exact", "fp8"]
+    assert names_by_layer("int4,layers[-3]=fp8", 3) == ["fp8", "int4", "int4"]
+    assert names_by_layer("int4", 2) == ["int4", "int4"]
+
+
+def test_overrides_keep_the_other_options() -> None:
+    scheme = Scheme.parse("int4,residual=32,sinks=1,block=64,layers[1]=kivi2").for_layer(1, 2)
+    assert str(scheme) == "kivi2,residual=32,sinks=1,block=64"
+    assert scheme.overrides == ()
+
+
+def test_an_exact_layer_packs_nothing_and_a_layer_under_exact_may_pack() -> None:
+    assert not Scheme.parse("int4,residual=32,layers[0]=exact").for_layer(0, 2).packs
+    packed = Scheme.parse("exact,layers[0]=int4").for_layer(0, 2)
+    assert packed.packs and packed.residual == RESIDUAL_TOKENS
+    assert not Scheme.parse("exact,layers[0]=int4").for_layer(1, 2).packs
+
+
+@pytest.mark.parametrize(("layer", "count"), [(4, 4), (-5, 4), (30, 30), (1, 1)])
+def test_layers_out_of_range_are_refused(layer: int, count: int) -> None:
+    scheme = Scheme.parse(f"int4,layers[{layer}]=fp8")
+    for index in range(count):
+        with pytest.raises(ValueError, match=rf"names layer {layer}, but the model has layers 0 to {count - 1}"):
+            scheme.for_layer(index, count)
+
+
+def test_two_names_for_one_layer_are_refused_once_the_count_is_known() -> None:
+    scheme = Scheme.parse("int4,layers[3]=fp8,layers[-1]=nf4")
+    assert str(scheme.for_layer(3, 8)) == "fp8"
+    with pytest.raises(ValueError, match="layer 3 is named twice"):
+        scheme.for_layer(3, 4)
+
+
+# -- frozen, catalogue -------------------------------------------------------------------------------------------------
+
+
+def test_schemes_and_codecs_are_frozen() -> None:
+    scheme = Scheme.parse("int4,layers[0]=fp8")
+    for thing, field in ((scheme, "block"), (scheme.key, "bits"), (scheme.overrides[0], "layers"), (CATALOGUE[0], "name")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, field, 1)
+
+
+def test_the_catalogue_and_the_table_name_the_same() -> None:
+    assert {entry.name for entry in CATALOGUE} == {case.spelling for case in CATALOGUE_SCHEMES}
+    assert len(BY_NAME) == len(CATALOGUE)
+    for case in CATALOGUE_SCHEMES:
+        entry = BY_NAME[case.spelling]
+        assert (entry.key, entry.value) == (parse_codec(case.key.spelling), parse_codec(case.value.spelling))
+        assert str(Scheme.parse(case.spelling)) == case.spelling  # a name prints as itself
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
+def test_catalogue_entries_are_complete(entry) -> None:
+    for field in ("name", "formula", "paper", "advice"):
+        text = getattr(entry, field)
+        assert text and text == text.strip(), field
+    assert {type(entry.key), type(entry.value)} <= set(CODEC_CLASSES)
+
+
+def test_the_catalogue_covers_every_method_and_recommends_one_of_its_own() -> None:
+    assert {type(codec) for entry in CATALOGUE for codec in (entry.key, entry.value)} == set(CODEC_CLASSES)
+    assert RECOMMENDED in BY_NAME
+    for kind in CODEC_CLASSES:
+        for bits in getattr(kind, "allowed_bits", ()):
+            assert f"{kind.name}{bits}" in BY_NAME  # type: ignore[attr-defined]
