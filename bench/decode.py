@@ -95,7 +95,10 @@ def _peak_here(name: str, dtype: str, scheme: str, context: int) -> None:
     model, ids = load_model(name, dtype=getattr(torch, dtype)), prompt(name, context)
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     if scheme.startswith("hf:quanto"):
-        options |= {"cache_implementation": "quantized", "cache_config": {"backend": "quanto", "nbits": int(scheme[-1])}}
+        options |= {
+            "cache_implementation": "quantized",
+            "cache_config": {"backend": "quanto", "nbits": int(scheme[-1])},
+        }
     else:
         options[cache_name(model)] = make(model, scheme)
     model.generate(ids, attention_mask=torch.ones_like(ids), **options)

@@ -236,7 +236,16 @@ def measured_on(data: dict[str, Any], what: str) -> str:
 
 def decode_speed() -> str:
     data = result("decode")
-    head = ("dtype", "context", "scheme", "step", "speed against exact", "against quanto int4", "KV cache", "peak process")
+    head = (
+        "dtype",
+        "context",
+        "scheme",
+        "step",
+        "speed against exact",
+        "against quanto int4",
+        "KV cache",
+        "peak process",
+    )
     rows = [
         (
             row["dtype"],
@@ -270,8 +279,8 @@ def quality() -> str:
         for row in data["rows"]
     ]
     what = (
-        f"Model {data['model']} in {data['dtype']}, {data['text']}, {data['windows']} windows of {data['length']} tokens "
-        f"in chunks of {data['chunk']}; `hf:dynamic` is the noise floor."
+        f"Model {data['model']} in {data['dtype']}, {data['text']}, {data['windows']} windows of {data['length']} "
+        f"tokens in chunks of {data['chunk']}; `hf:dynamic` is the noise floor."
     )
     return f"{table(head, rows, right=range(1, 7))}\n\n{measured_on(data, what)}"
 

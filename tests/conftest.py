@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -20,3 +22,14 @@ def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     except FileNotFoundError as missing:
         pytest.skip(str(missing))
     return load_model(DEFAULT_MODEL), load_tokenizer(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are faster on one thread, and do not suffer from whatever else the machine does."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

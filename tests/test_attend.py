@@ -207,7 +207,7 @@ def boolean(view: KVView, heads: int, queries: int, batch: int) -> torch.Tensor:
 
 def additive(view: KVView, heads: int, queries: int, batch: int, hidden: float = -torch.inf) -> torch.Tensor:
     """A bias, and ``hidden`` for what a boolean mask would hide."""
-    bias = random(batch, heads, queries, view.kv_columns, seed=6).to(view.keys.dtype)
+    bias = random(batch, heads, queries, view.kv_columns, seed=6).to(view.keys.dtype) / 3
     return bias.masked_fill(~boolean(view, heads, queries, batch), hidden)
 
 
@@ -234,17 +234,17 @@ FEATURES: dict[str, Callable[[KVView, int, int], dict[str, Any]]] = {
 }
 
 
-@each_count
+@pytest.mark.parametrize("name", ("decode step", "short chunk", "long chunk", "first prompt", "chunks"))
 @pytest.mark.parametrize("feature", FEATURES)
-def test_masks_caps_windows_and_sinks(feature: str, counts: tuple[int, ...], tiles: str) -> None:
+def test_masks_caps_windows_and_sinks(feature: str, name: str, tiles: str) -> None:
+    counts = COUNTS[name]
     view = view_of(PLAIN, counts)
     heads = PLAIN.heads * PLAIN.groups
     options = FEATURES[feature](view, heads, counts[-1])
     call = Call(query_for(view, PLAIN, counts[-1]), view, 0.2, **options)
     assert_right(call)
-    if counts not in (COUNTS["one token"],) and not (feature == "window of 40" and view.rows.columns <= 40):
-        without = attend(Call(call.query, view, 0.2))
-        assert not torch.allclose(attend(call), without, atol=1e-3)  # the feature does something
+    without = attend(Call(call.query, view, 0.2))
+    assert not torch.allclose(attend(call), without, atol=1e-3)  # the feature does something
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)

@@ -8,8 +8,6 @@ from itertools import product
 
 import pytest
 import torch
-from table import BLOCK, CHANNELS, CODEC, CODECS, DEFAULTS, GROUPED, NORMAL_ERROR, QUANTIZED, CodecCase
-from table import GROUPS, normal_blocks, relative_error
 
 from kvbits.codecs import CODECS as CODEC_CLASSES
 from kvbits.codecs import Codec, Fp8Static
@@ -18,6 +16,20 @@ from kvbits.codecs.half_quadratic import HalfQuadratic
 from kvbits.numerics import affine, bitpack, codebook, float8, groups
 from kvbits.scheme import parse_codec
 from kvbits.types import Packed, Params
+from table import (
+    BLOCK,
+    CHANNELS,
+    CODEC,
+    CODECS,
+    DEFAULTS,
+    GROUPED,
+    GROUPS,
+    NORMAL_ERROR,
+    QUANTIZED,
+    CodecCase,
+    normal_blocks,
+    relative_error,
+)
 
 OTHER_CHANNELS = (8, 20, 65, 80, 112)
 
@@ -54,8 +66,8 @@ def test_error_lies_within_both_bounds(case: CodecCase) -> None:
 
 def textbook_error(case: CodecCase, x: torch.Tensor) -> float:
     """Min/max quantization in float64 by the formula alone: no storage types, no packing, nothing of kvbits."""
-    cut = x.double().unflatten(-1, (-1, case.group)) if case.per == "token" else x.double().unflatten(-2, (-1, case.group))
     dim = -1 if case.per == "token" else -2
+    cut = x.double().unflatten(dim, (-1, case.group))
     low, high = cut.amin(dim, keepdim=True), cut.amax(dim, keepdim=True)
     if case.spelling.startswith("int"):
         step = (high - low) / (2**case.code_bits - 1)
@@ -67,7 +79,9 @@ def textbook_error(case: CodecCase, x: torch.Tensor) -> float:
     return relative_error(decoded, cut)
 
 
-@pytest.mark.parametrize("case", [c for c in CODECS if c.spelling.startswith(("int", "nf")) and "-gs" in c.spelling], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CODECS if c.spelling.startswith(("int", "nf")) and "-gs" in c.spelling], ids=str
+)
 def test_storing_costs_little_over_the_textbook(case: CodecCase) -> None:
     """The table's figures are the method's own error plus at most 4.5 % for a bf16 scale and an fp16 zero.
 

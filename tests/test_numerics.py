@@ -88,6 +88,7 @@ def test_groups_of_channels_are_even_and_rejoin(group: int, channels: int) -> No
     count, length = cut.shape[-2:]
     assert dim == -1 and length <= group
     assert count == -(-channels // group)  # no more groups, so no more scales, than the length asks for
+    assert count * length - channels < count  # all are of one length but for a channel each
     assert groups.group_shape(8, channels, "token", group) == (8, count)
     assert torch.equal(groups.join(cut, "token", channels), x)
     # Padding, if any, repeats the last channel: the range of the short group is that of its own channels.

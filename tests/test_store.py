@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from table import QUANTIZED, CodecCase
 
 from kvbits.rows import Rows
 from kvbits.scheme import parse_codec
 from kvbits.store import ALIGNMENT_BYTES, BlockStore, Record
 from kvbits.types import Packed
+from table import QUANTIZED, CodecCase
 
 TOKENS, HEADS, KEY_CHANNELS, VALUE_CHANNELS = 32, 2, 8, 12
 KEY, VALUE = parse_codec("int4-channel"), parse_codec("int3")

@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers as hf
 
+from kvbits.hf.attach import refuse_unless_served
+
 VOCABULARY = 128
-NOTHING_TO_STORE = "no attention layer|cache of its own making"
+NOTHING_TO_STORE = "no attention layer|cache of its own making|takes no cache"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ _KERNEL, _DECODED = frozenset({"kernel reference"}), frozenset({"decoded"})
 _EXPERTS = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
 _ENCODER_DECODER = dict(d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=6,
                         decoder_attention_heads=6, encoder_ffn_dim=64, decoder_ffn_dim=64)  # fmt: skip
+
+_TEXT = {**_LLAMA, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+_VISION = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+               patch_size=14)  # fmt: skip
+_SEEING, _NO_TOKEN = "AutoModelForImageTextToText", VOCABULARY + 1
 
 FAMILIES: dict[str, Family] = {
     # Llama and its kin: multi-head, grouped and multi-query attention, head_dim 8 to 256
@@ -138,6 +145,10 @@ FAMILIES: dict[str, Family] = {
     "gpt-bigcode": Family("GPTBigCodeConfig", dict(n_embd=48, n_layer=2, n_head=6)),
     "opt": Family("OPTConfig", dict(hidden_size=48, ffn_dim=64, num_hidden_layers=2, num_attention_heads=6,
                                     word_embed_proj_dim=48)),
+    "gpt-neo": Family("GPTNeoConfig", dict(hidden_size=48, num_layers=2, num_heads=6, window_size=16,
+                                           attention_types=[[["global", "local"], 1]]), _DECODED),
+    "xglm": Family("XGLMConfig", dict(d_model=48, num_layers=2, attention_heads=6, ffn_dim=64), _DECODED),
+    "bart-decoder": Family("BartConfig", {**_ENCODER_DECODER, "is_decoder": True, "is_encoder_decoder": False}),
     "bert-decoder": Family("BertConfig", {**_GPT, "is_decoder": True}),
     # multi-head latent attention
     "deepseek-v2": Family("DeepseekV2Config", {**_MLA, **_MLA_EXPERTS}, _DECODED, lowest=(_KERNEL, 0)),
@@ -154,6 +165,56 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2": Family("Lfm2Config", {**_LLAMA, "layer_types": ["conv", "full_attention"]}, stock_layers=1,
                    once_refused=True),
+    "jamba": Family(
+        "JambaConfig",
+        {**_LLAMA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8,
+         "mamba_dt_rank": 8, "use_mamba_kernels": False},
+        stock_layers=1,
+        once_refused=True,
+    ),
+    "kimi-linear": Family(
+        "KimiLinearConfig",
+        {**_MLA, **_MLA_EXPERTS, "head_dim": 8,
+         "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], "num_heads": 4, "head_dim": 8,
+                                "short_conv_kernel_size": 4}},
+        _DECODED,
+        stock_layers=1,
+    ),
+    "recurrent-gemma": Family(
+        "RecurrentGemmaConfig",
+        {**_LLAMA, "num_key_value_heads": 1, "lru_width": 48, "attention_window_size": 16,
+         "block_types": ["recurrent", "attention"]},
+        frozenset(),
+        stock_layers=2,
+        once_refused=True,
+    ),
+    # models that also see, given text alone
+    "llava": Family("LlavaConfig", {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _VISION,
+                                    "image_token_id": _NO_TOKEN}, auto=_SEEING),
+    "qwen2-vl": Family(  # positions of three dimensions
+        "Qwen2VLConfig",
+        {"text_config": {**_TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1],
+                                                      "rope_theta": 10000.0}},
+         "vision_config": dict(depth=1, embed_dim=24, hidden_size=48, num_heads=2, mlp_ratio=1, patch_size=14),
+         "image_token_id": _NO_TOKEN, "video_token_id": _NO_TOKEN, "vision_start_token_id": _NO_TOKEN,
+         "vision_end_token_id": _NO_TOKEN},
+        auto=_SEEING,
+    ),
+    "gemma3-vision": Family(
+        "Gemma3Config",
+        {"text_config": {**_TEXT, "head_dim": 16, "sliding_window": 16, "layer_types": _WINDOW_AND_FULL,
+                         "query_pre_attn_scalar": 16},
+         "vision_config": _VISION, "image_token_index": _NO_TOKEN, "mm_tokens_per_image": 4},
+        stock_layers=1,
+        auto=_SEEING,
+    ),
+    "paligemma": Family(  # attends in both directions over its prompt
+        "PaliGemmaConfig",
+        {"text_config": {**_TEXT, "head_dim": 8, "model_type": "gemma"}, "vision_config": _VISION, "hidden_size": 48,
+         "projection_dim": 48, "image_token_id": _NO_TOKEN},
+        _DECODED,
+        auto=_SEEING,
+    ),
     # refused
     "t5": Family("T5Config", dict(d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=6), refused="encoder-decoder",
                  auto="AutoModelForSeq2SeqLM"),
@@ -166,7 +227,8 @@ FAMILIES: dict[str, Family] = {
 
 SERVED = [name for name, family in FAMILIES.items() if family.refused is None]
 SLIDING = [
-    name for name in SERVED
+    name
+    for name in SERVED
     if (FAMILIES[name].options.get("sliding_window") or FAMILIES[name].options.get("attention_chunk_size"))
 ]
 """Families some of whose layers see a window only."""
@@ -187,8 +249,11 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> hf.P
         changes: other options for the configuration.
     """
     model = build_any(name, dtype, **changes)
-    if FAMILIES[name].once_refused and not model._supports_default_dynamic_cache():
-        pytest.skip(f"Transformers {hf.__version__} keeps a cache of its own making for {name}, which is refused")
+    if FAMILIES[name].once_refused and installed() < (5, 24):
+        try:
+            refuse_unless_served(model)
+        except ValueError as refusal:
+            pytest.skip(f"refused with Transformers {hf.__version__}: {refusal}")
     return model
 
 

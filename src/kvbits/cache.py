@@ -18,6 +18,9 @@ from kvbits.scheme import Scheme
 from kvbits.store import BlockStore, Record
 from kvbits.types import Packed, Params
 
+LARGEST = 1e38
+"""Largest magnitude that is packed: a third of what float32 holds, so that no scale or decoded value overflows."""
+
 ENCODE_BLOCKS = 16
 """Blocks encoded at a time, so that packing a long prompt needs little memory beside it."""
 
@@ -166,12 +169,12 @@ class LayerCache:
         for first in range(0, blocks, ENCODE_BLOCKS):
             last = min(blocks, first + ENCODE_BLOCKS)
             piece = x[:, :, sinks + first * block : sinks + last * block].unflatten(2, (-1, block))
-            if not bool(torch.isfinite(piece).all()):
-                bad = int((~torch.isfinite(piece)).sum())
+            sound = piece.abs() <= LARGEST  # False for NaN too
+            if codec.format.levels != "exact" and not bool(sound.all()):
                 raise ValueError(
-                    f"{self.name}: {bad} of the {what} to be packed are NaN or infinite, which {codec} cannot store "
-                    "without spoiling their neighbours; the model itself is broken at this point (try float32 or "
-                    "bfloat16 instead of float16), or use the scheme 'exact'"
+                    f"{self.name}: {int((~sound).sum())} of the {what} to be packed are NaN, infinite or above "
+                    f"{LARGEST:g}, which {codec} cannot store without spoiling their neighbours; the model itself is "
+                    "broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
                 )
             packed.append(codec.encode(piece, params))
         return packed

@@ -55,7 +55,12 @@ CATALOGUE: tuple[Entry, ...] = (
     _same(NormalFloat(4), _NORMAL, _QLORA, "as int4, for values that look normal"),
     _same(NormalFloat(3), _NORMAL, _QLORA, "for comparison"),
     _same(NormalFloat(2), _NORMAL, _QLORA, "for comparison"),
-    _same(Fp8(), "x ~ scale e4m3, one scale per token and head", "OCP FP8 (arXiv 2209.05433)", "8 bits, for any range of values"),
+    _same(
+        Fp8(),
+        "x ~ scale e4m3, one scale per token and head",
+        "OCP FP8 (arXiv 2209.05433)",
+        "8 bits, for any range of values",
+    ),
     _same(Fp8Static(), "x ~ scale e4m3, one scale per layer", "Hugging Face and vLLM fp8 caches", "exactly 8 bits"),
     _same(HalfQuadratic(8), _SPLIT, _HQQ, "for comparison"),
     _same(HalfQuadratic(4), _SPLIT, _HQQ, "as int4, slower to encode"),

@@ -172,9 +172,10 @@ def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     with err.status(f"loading {name}"):
-        tokenizer = _try(load_tokenizer, name)
-        model = _try(load_model, name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
-        return _try(model.to, device), tokenizer
+        tokenizer = _try(load_tokenizer, name, what=f"cannot load {name!r}: ")
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        model = _try(load_model, name, dtype=kind, what=f"cannot load {name!r}: ")
+        return _try(model.to, device, what=f"cannot use the device {device!r}: "), tokenizer
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -184,7 +185,10 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
         return prompt
     if file is None:
         return _topics()
-    return sys.stdin.read() if str(file) == "-" else str(_try(file.read_text, encoding="utf-8"))
+    try:
+        return sys.stdin.read() if str(file) == "-" else str(_try(file.read_text, encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        _fail(f"{file} is not text in UTF-8: {error.reason} at byte {error.start}")
 
 
 def _topics() -> str:
@@ -209,7 +213,9 @@ def _row(run: Run, first: Run) -> dict[str, Any]:
 
 def _table(runs: list[Run]) -> Table:
     first = runs[0]
-    table = Table(caption=f"smaller, agreement: against {first.scheme}; KV bytes really allocated, after the last token")
+    table = Table(
+        caption=f"smaller, agreement: against {first.scheme}; KV bytes really allocated, after the last token"
+    )
     for column in ("scheme", "KV bytes", "smaller", "prefill tok/s", "decode tok/s", "leading tokens equal"):
         table.add_column(column, justify="left" if column == "scheme" else "right")
     for run in runs:
@@ -226,12 +232,14 @@ def _table(runs: list[Run]) -> Table:
     return table
 
 
-def _try(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call; turn what a user can cause into one line and exit status 2."""
+def _try(function: Callable[..., Any], *args: Any, what: str = "", **kwargs: Any) -> Any:
+    """Call; turn what a user can cause into one message, with ``what`` before it, and exit status 2."""
     try:
         return function(*args, **kwargs)
+    except UnicodeDecodeError:
+        raise
     except (ValueError, TypeError, OSError, ImportError, RuntimeError, NotImplementedError) as error:
-        _fail(str(error))
+        _fail(f"{what}{error}")
 
 
 def _fail(message: str) -> NoReturn:

@@ -8,7 +8,7 @@ Grammar (case and blanks do not matter)::
     option  = "residual=" N                 at least N most recent tokens stay exact (default 128)
             | "sinks=" N                    the first N tokens stay exact (default 4)
             | "block=" N                    tokens packed at a time (default 128)
-            | "layers[" I { "," I } "]=" NAME    these layers differ; -1 is the last
+            | "layers[" I { "," I } "]=" NAME [ "/" NAME ]    these layers differ (K/V); -1 is the last
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Override:
             raise ValueError(f"layers={self.layers!r} names no layers; give a tuple of numbers such as (0, 1, -1)")
 
     def __str__(self) -> str:
-        return f"layers[{','.join(map(str, self.layers))}]={_pair_name(self.key, self.value)}"
+        pair = _known_pair(self.key, self.value) or f"{self.key}/{self.value}"
+        return f"layers[{','.join(map(str, self.layers))}]={pair}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class Scheme:
             options.append(f"sinks={self.sinks}")
         if self.block != BLOCK_TOKENS:
             options.append(f"block={self.block}")
-        return ",".join([_pair_name(self.key, self.value), *options, *map(str, self.overrides)])
+        pair = _known_pair(self.key, self.value) or f"k={self.key},v={self.value}"
+        return ",".join([pair, *options, *map(str, self.overrides)])
 
     @staticmethod
     def parse(text: str | Scheme) -> Scheme:
@@ -155,7 +157,9 @@ class Scheme:
             else:
                 raise ValueError(_bad_item(text, item))
         if key is None or value is None:
-            missing = "name a scheme" if key is None and value is None else f"'{'k' if key is None else 'v'}=' is missing"
+            missing = (
+                "name a scheme" if key is None and value is None else f"'{'k' if key is None else 'v'}=' is missing"
+            )
             raise ValueError(f"{text!r} is not a scheme: {missing}; for example 'int4' or 'k=int4-channel,v=int4'")
         if isinstance(key, Exact) and isinstance(value, Exact):
             fields.setdefault("residual", None)
@@ -169,9 +173,7 @@ class Scheme:
             "residual": self.residual,
             "sinks": self.sinks,
             "block": self.block,
-            "overrides": [
-                {"layers": list(o.layers), "key": str(o.key), "value": str(o.value)} for o in self.overrides
-            ],
+            "overrides": [{"layers": list(o.layers), "key": str(o.key), "value": str(o.value)} for o in self.overrides],
         }
 
     @staticmethod
@@ -200,18 +202,21 @@ def parse_codec(name: str) -> Codec:
 
 
 def parse_pair(name: str) -> tuple[Codec, Codec]:
-    """The codecs for K and V that a catalogue name, or a codec's own spelling, stands for."""
+    """The codecs for K and V that a catalogue name, a codec's own spelling, or two with a slash between, stand for."""
     if entry := BY_NAME.get(name):
         return entry.key, entry.value
+    key, slash, value = name.partition("/")
+    if slash:
+        return parse_pair(key)[0], parse_pair(value)[1]
     codec = parse_codec(name)
     return codec, codec
 
 
-def _pair_name(key: Codec, value: Codec) -> str:
+def _known_pair(key: Codec, value: Codec) -> str | None:
     for entry in CATALOGUE:
         if (entry.key, entry.value) == (key, value):
             return entry.name
-    return str(key) if key == value else f"k={key},v={value}"
+    return str(key) if key == value else None
 
 
 def _items(text: str) -> list[str]:

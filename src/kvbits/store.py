@@ -42,9 +42,7 @@ class Record:
     nbytes: int
 
     @staticmethod
-    def of(
-        key: Codec, value: Codec, tokens: int, key_channels: int, value_channels: int, dtype: torch.dtype
-    ) -> Record:
+    def of(key: Codec, value: Codec, tokens: int, key_channels: int, value_channels: int, dtype: torch.dtype) -> Record:
         """Lay the parts of both codecs one after the other."""
         sides, offset = [], 0
         for codec, channels in ((key, key_channels), (value, value_channels)):

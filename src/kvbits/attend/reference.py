@@ -53,7 +53,9 @@ def _is_one_piece(call: Call) -> bool:
     batch, heads, held, channels = view.keys.shape
     tokens = held + view.blocks.longest * view.blocks.record.tokens
     fits = batch * heads * tokens * max(channels, view.values.shape[-1]) <= TILE_ELEMENTS
-    return fits and call.query.shape[2] == 1 and _all_visible(call) and call.softcap is None and call.sink_logits is None
+    return (
+        fits and call.query.shape[2] == 1 and _all_visible(call) and call.softcap is None and call.sink_logits is None
+    )
 
 
 def _one_piece(call: Call, grouped: torch.Tensor) -> torch.Tensor:

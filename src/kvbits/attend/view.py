@@ -1,4 +1,4 @@
-"""``KVView``: one layer's keys and values as attention sees them, at one moment. Nothing in it ever changes."""
+"""``KVView``: one layer's keys and values as attention sees them, at one moment. Nothing in it changes until a crop."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class KVView:
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All columns from ``offset`` on, decoded: ``[B, H, columns, Dk]`` and ``[B, H, columns, Dv]``.
 
-        Padding, and what a sliding window has left behind, is zero. Where nothing is packed and nothing padded this is the exact buffer itself, uncopied.
+        Padding, and what a sliding window has left behind, is zero. Where nothing is packed and nothing padded this
+        is the exact buffer itself, uncopied.
         """
         if self.blocks.longest == 0 and self.rows.valid is None and self.dropped == 0:
             return self.keys[:, :, self.offset :], self.values[:, :, self.offset :]

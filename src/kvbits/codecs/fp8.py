@@ -49,7 +49,7 @@ class Fp8(Codec):
         x = x.float()
         largest = x.abs().amax(-1, keepdim=True)
         constant = (x == x[..., :1]).all(-1, keepdim=True)
-        # A constant token decodes exactly: its own value is the scale.
+        # A constant token gets its own value as the scale: exact where bfloat16 holds it.
         scale = torch.where(constant, largest, largest / float8.E4M3_MAX)
         scale = torch.where(constant, scale.to(affine.SCALE_DTYPE), affine.round_up(scale, affine.SCALE_DTYPE))
         return {"codes": float8.encode(x / affine.safe_divisor(scale)), "scale": scale}

@@ -83,8 +83,14 @@ def refuse_unless_served(model: Any) -> None:
     supports = getattr(model, "_supports_default_dynamic_cache", None)
     if supports is not None and not supports():
         raise ValueError(f"{name} keeps a cache of its own making, without keys and values that kvbits could store")
-    if not any(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in _stock_layers(model)):
-        raise ValueError(f"{name} has no attention layer whose keys and values kvbits could store")
+    if not any(cache in inspect.signature(model.forward).parameters for cache in _CACHE_NAMES):
+        raise ValueError(f"{name} takes no cache of keys and values")
+    layers = _stock_layers(model)
+    if not any(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ValueError(
+            f"{name} has no attention layer whose keys and values kvbits could store; its cache is made of {kinds}"
+        )
 
 
 def attach(model: PreTrainedModel) -> Attachment:
@@ -190,8 +196,13 @@ class _PrepareInputs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
-        bound = self.__signature__.bind(*args, **kwargs).arguments
-        given = next((c for c in map({**bound, **kwargs}.get, _CACHE_NAMES) if isinstance(c, KVCache)), None)
+        bound = {**self.__signature__.bind(*args, **kwargs).arguments, **kwargs}
+        given = next((c for c in map(bound.get, _CACHE_NAMES) if isinstance(c, KVCache)), None)
+        if given is not None and bound.get("use_cache") is False:
+            raise ValueError(
+                "use_cache=False makes generate pass the whole text at every step, to a cache that holds it already; "
+                "pass use_cache=True, or no cache"
+            )
         if given is not None and all(inputs.get(name) is None for name in _CACHE_NAMES):
             given.reset()
             inputs[cache_name(self.model)] = given

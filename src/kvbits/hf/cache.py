@@ -50,8 +50,8 @@ class Columns:
             self._waiting = False
             if self.rows.columns != before:
                 raise ValueError(
-                    f"a layer holds {before} columns and the cache {self.rows.columns}: an earlier call failed halfway, "
-                    "or a layer was changed by itself; reset() the cache or make a new one"
+                    f"a layer holds {before} columns and the cache {self.rows.columns}: an earlier call failed "
+                    "halfway, or a layer was changed by itself; reset() the cache or make a new one"
                 )
             self.rows = self.rows.extend(batch, added, self._text(before, batch, added))
         if self.rows.columns != before + added or self.rows.batch != batch:
@@ -75,19 +75,30 @@ class Columns:
         if tuple(mask.shape) != (batch, before + added):
             raise ValueError(
                 f"attention_mask {tuple(mask.shape)} must cover the columns in the cache and the new ones: "
-                f"({batch}, {before} + {added}); a mask of the new ones alone means that the whole text was passed again"
+                f"({batch}, {before} + {added}); a mask of the new ones alone means that the whole text was passed "
+                "again"
             )
         text = mask != 0
         if self.rows.valid is None and bool(text[:, before:].all()):
             return None
         if self.rows.valid is not None and before and bool((text[:, :before] & ~self.rows.valid).any()):
-            raise ValueError("attention_mask calls columns text that an earlier call called padding; those are not stored")
+            raise ValueError(
+                "attention_mask calls columns text that an earlier call called padding; those are not stored"
+            )
         return text[:, before:]
 
     def replace(self, rows: Rows) -> Rows:
         """Set the rows after a crop or a selection; what was announced before is void."""
         self.rows, self._waiting = rows, False
         return rows
+
+
+def _refuse_offloading(*_: Any, **__: Any) -> None:
+    """Packed layers stay on their device."""
+    raise NotImplementedError(
+        "kvbits caches stay on the model's device; use an exact cache with cache_implementation='offloaded', or "
+        "a smaller scheme"
+    )
 
 
 class PackedLayer(CacheLayerMixin):
@@ -160,14 +171,7 @@ class PackedLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before Transformers 5.10
 
-    def offload(self) -> None:
-        """Refused: packed layers stay on their device."""
-        raise NotImplementedError(
-            "kvbits caches stay on the model's device; use an exact cache with cache_implementation='offloaded', or "
-            "a smaller scheme"
-        )
-
-    prefetch = offload
+    offload = prefetch = _refuse_offloading
 
     def reset(self) -> None:
         """Forget everything."""
@@ -301,15 +305,17 @@ class KVCache(Cache):
             layer.core.crop(gone, rows)
         self.columns.replace(rows)
 
+    offload = prefetch = _refuse_offloading
+
     def reset(self) -> None:
         """Empty every layer; the cache can then hold another batch."""
         for layer in self.packed_layers:
             layer.reset()
         for index, unused in self._unused.items():  # their own reset keeps the shapes, and before 5.24 zeroed tokens
-            recording = getattr(self.layers[index], "record_past", False)
-            self.layers[index] = copy.deepcopy(unused)
-            if recording:
-                self.layers[index].activate_past_recording()
+            fresh: Any = copy.deepcopy(unused)
+            if getattr(self.layers[index], "record_past", False):
+                fresh.activate_past_recording()
+            self.layers[index] = fresh
         self.columns.replace(Rows())
 
 

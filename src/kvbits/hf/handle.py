@@ -73,7 +73,7 @@ class KVHandle(torch.Tensor):
 
 def packed_pair(keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
     """The pair that both tensors are untouched handles of, else None."""
-    if isinstance(keys, KVHandle) and isinstance(values, KVHandle):
-        if keys.pair is values.pair and (keys.side, values.side) == (0, 1):
-            return keys.pair
-    return None
+    if not (isinstance(keys, KVHandle) and isinstance(values, KVHandle)):
+        return None
+    untouched = keys.pair is values.pair and (keys.side, values.side) == (0, 1)
+    return keys.pair if untouched else None

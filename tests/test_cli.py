@@ -1,0 +1,106 @@
+"""The command line: its commands on a tiny model in a folder, and one clear line for what a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import zoo
+from kvbits.catalogue import CATALOGUE
+from kvbits.cli import app
+
+WORDS = [f"word{i}" for i in range(zoo.VOCABULARY - 2)]
+TEXT = " ".join(WORDS[i % len(WORDS)] for i in range(300))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama with a word tokenizer, as a folder."""
+    path = tmp_path_factory.mktemp("model")
+    zoo.build("llama").save_pretrained(path)
+    vocabulary = {"<pad>": 0, "<s>": 1, **{word: i + 2 for i, word in enumerate(WORDS)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>").save_pretrained(path)
+    return str(path)
+
+
+def run(*arguments: str, text: str | None = None) -> tuple[int, str]:
+    """Exit status and everything printed."""
+    result = CliRunner().invoke(app, list(arguments), input=text, env={"COLUMNS": "200"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_generate_compares_schemes(folder: str, tmp_path: Path) -> None:
+    file, measured = tmp_path / "book.txt", tmp_path / "out.json"
+    file.write_text(TEXT)
+    code, output = run(
+        "generate", folder, "-s", "exact", "-s", "int8,residual=16,block=32", "-s", "kivi2,residual=0,block=32",
+        "--prompt-file", str(file), "--max-new-tokens", "8", "--json", str(measured),
+    )  # fmt: skip
+    assert code == 0 and "leading tokens equal" in output and "word" in output
+    exact, int8, kivi2 = json.loads(measured.read_text())
+    assert exact["scheme"] == "exact" and exact["leading_tokens_equal"] == 8 and exact["bytes_ratio"] == 1
+    assert exact["prompt_tokens"] == 300 and exact["new_tokens"] == 8
+    # DynamicCache in float32: 2 layers, K and V, 2 heads, 8 channels, and no slot for the last token.
+    assert exact["kv_bytes"] == 2 * 2 * 2 * 8 * 4 * 307
+    assert kivi2["kv_bytes"] < int8["kv_bytes"] < exact["kv_bytes"]
+    assert exact["decode_tokens_per_second"] > 0 and exact["prefill_tokens_per_second"] > 0
+
+
+def test_prompts_from_the_line_and_from_standard_input_agree(folder: str) -> None:
+    line = run("generate", folder, "--prompt", TEXT, "--prompt-tokens", "20", "--max-new-tokens", "4")
+    piped = run("generate", folder, "--prompt-file", "-", "--prompt-tokens", "20", "--max-new-tokens", "4", text=TEXT)
+    assert line[0] == piped[0] == 0
+    assert line[1].splitlines()[:2] == piped[1].splitlines()[:2]
+    assert "prompt of 20 tokens" in line[1]
+
+
+def test_schemes_lists_the_whole_catalogue() -> None:
+    code, output = run("schemes")
+    assert code == 0
+    assert all(f" {entry.name} " in output for entry in CATALOGUE)
+
+
+def test_explain(folder: str) -> None:
+    code, output = run("explain", folder, "--scheme", "kivi2")
+    assert code == 0 and "layers 0-1: kivi2; steps: kernel reference" in output
+
+
+WRONG = {
+    "unknown scheme": (["-s", "int5"], "near: int8, int4"),
+    "impossible scheme": (["-s", "int4-gs48"], "allowed are (16, 32, 64, 128)"),
+    "a layer that is not there": (["-s", "int4,layers[7]=fp8"], "layers 0 to 1"),
+    "missing file": (["--prompt-file", "no-such-file.txt"], "no-such-file.txt"),
+    "empty prompt": (["--prompt", ""], "the prompt is empty"),
+    "two prompts": (["--prompt", "word1", "--prompt-file", "-"], "not both"),
+    "no new tokens": (["--max-new-tokens", "0"], "--max-new-tokens"),
+    "unknown dtype": (["--dtype", "int4"], "allowed are auto, float32, bfloat16, float16"),
+    "no chat template": (["--prompt", "word1", "--chat"], "has no chat template"),
+    "unknown device": (["--prompt", "word1", "--device", "nowhere"], "nowhere"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), WRONG.values(), ids=list(WRONG))
+def test_what_a_user_gets_wrong_is_one_clear_line(folder: str, arguments: list[str], expected: str) -> None:
+    code, output = run("generate", folder, *arguments)
+    assert code == 2
+    assert expected in output and "Traceback" not in output
+
+
+def test_no_such_model() -> None:
+    code, output = run("generate", "no/such-model", "--prompt", "word1")
+    assert code == 2 and "no/such-model" in output and "Traceback" not in output
+
+
+def test_a_file_that_is_no_text(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "binary"
+    file.write_bytes(b"\xff\xfe\x00\x80" * 10)
+    code, output = run("generate", folder, "--prompt-file", str(file))
+    assert code == 2 and str(file.name) in output and "UTF-8" in output
