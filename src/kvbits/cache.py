@@ -170,10 +170,10 @@ class LayerCache:
             last = min(blocks, first + ENCODE_BLOCKS)
             piece = x[:, :, sinks + first * block : sinks + last * block].unflatten(2, (-1, block))
             sound = piece.abs() <= LARGEST  # False for NaN too
-            if codec.format.levels != "exact" and not bool(sound.all()):
+            if not bool(sound.all()):
                 raise ValueError(
                     f"{self.name}: {int((~sound).sum())} of the {what} to be packed are NaN, infinite or above "
-                    f"{LARGEST:g}, which {codec} cannot store without spoiling their neighbours; the model itself is "
+                    f"{LARGEST:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model itself is "
                     "broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
                 )
             packed.append(codec.encode(piece, params))
