@@ -2,7 +2,7 @@
 
 All caches of one (dtype, context) are filled with the same keys and values, then stepped in turn, one token each per
 round, in one process; the table shows medians and ratios of medians. Steps that re-quantize HF's cache (every 128th)
-are left out, to HF's advantage. Peak memory is that of a separate process per scheme, from prompt to last token.
+are left out, to HF's advantage.
 
     python bench/decode.py                       # SmolLM2, 512 / 2,048 / 8,000 tokens, float32 and bfloat16
 """
@@ -10,10 +10,7 @@ are left out, to HF's advantage. Peak memory is that of a separate process per s
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -85,26 +82,6 @@ def steps(model: Any, ids: torch.Tensor, schemes: list[str], rounds: int) -> lis
     ]
 
 
-def peak(name: str, dtype: str, scheme: str, context: int) -> int:
-    """Peak resident bytes of a process that generates 16 tokens from a prompt of ``context`` tokens."""
-    command = [sys.executable, __file__, "--model", name, "--peak", dtype, scheme, str(context)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
-
-
-def _peak_here(name: str, dtype: str, scheme: str, context: int) -> None:
-    model, ids = load_model(name, dtype=getattr(torch, dtype)), prompt(name, context)
-    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-    if scheme.startswith("hf:quanto"):
-        options |= {
-            "cache_implementation": "quantized",
-            "cache_config": {"backend": "quanto", "nbits": int(scheme[-1])},
-        }
-    else:
-        options[cache_name(model)] = make(model, scheme)
-    model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-
-
 def prompt(name: str, tokens: int) -> torch.Tensor:
     """Real text, ``[1, tokens]``."""
     return load_tokenizer(name)(prose(8 * tokens), return_tensors="pt").input_ids[:, :tokens]
@@ -117,13 +94,8 @@ def main() -> None:
     parser.add_argument("--contexts", default="512,2048,8000")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--no-memory", action="store_true", help="leave out the peak-memory processes")
     parser.add_argument("--out", default="decode")
-    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.peak:
-        _peak_here(options.model, options.peak[0], options.peak[1], int(options.peak[2]))
-        return
     torch.manual_seed(SEED)
     schemes = [*PEERS, *options.schemes.split(",")]
     rows: list[dict[str, Any]] = []
@@ -132,8 +104,6 @@ def main() -> None:
         for context in map(int, options.contexts.split(",")):
             measured = steps(model, prompt(options.model, context), schemes, options.rounds)
             for row in measured:
-                if not options.no_memory:
-                    row["peak_bytes"] = peak(options.model, dtype, row["scheme"], context)
                 print(row, flush=True)
             rows += measured
     print(write(options.out, rows, model=options.model))

@@ -255,12 +255,22 @@ def decode_speed() -> str:
             f"{row['speed_against_exact']:.2f}x",
             f"{row['speed_against_quanto4']:.2f}x",
             f"{row['kv_bytes'] / 1e6:.1f} MB",
-            f"{row['peak_bytes'] / 1e9:.2f} GB",
         )
         for row in data["rows"]
     ]
     note = measured_on(data, f"Model {data['model']}; `hf:` are Transformers' own caches.")
-    return f"{table(head, rows, right=range(1, 8))}\n\n{note}"
+    return f"{table(head, rows, right=(1, 3, 4, 5, 6))}\n\n{note}"
+
+
+def peak_memory() -> str:
+    data = result("memory")
+    head = ("dtype", "context", "scheme", "peak of the process")
+    rows = [
+        (row["dtype"], f"{row['context']:,}", code(row["scheme"]), f"{row['peak_bytes'] / 1e6:,.0f} MB")
+        for row in data["rows"]
+    ]
+    note = measured_on(data, f"Model {data['model']}, prompt and {data['new_tokens']} tokens in a process of its own.")
+    return f"{table(head, rows, right=(1, 3))}\n\n{note}"
 
 
 def quality() -> str:
@@ -286,7 +296,7 @@ def quality() -> str:
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"schemes": readme_schemes, "decode": decode_speed, "quality": quality},
+    "README.md": {"schemes": readme_schemes, "decode": decode_speed, "memory": peak_memory, "quality": quality},
     "docs/schemes.md": {
         "catalogue": catalogue,
         "grammar": grammar,

@@ -7,7 +7,7 @@ prompt, a chunk and single steps, and a greedy continuation, both of a left-padd
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -175,6 +175,36 @@ def test_bfloat16(name: str) -> None:
     assert bool(torch.isfinite(logits).all())
 
 
+def test_keys_and_values_of_a_picture_stay_the_models_own() -> None:
+    picture = dict(
+        pixel_values=torch.randn(2, 1, 1, 3, 28, 28, generator=torch.Generator().manual_seed(0)),
+        aspect_ratio_ids=torch.ones(2, 1, dtype=torch.int64),
+        aspect_ratio_mask=torch.ones(2, 1, 1, dtype=torch.int64),
+        cross_attention_mask=torch.ones(2, 40, 1, 1, dtype=torch.int64),
+    )
+    ids, mask = zoo.padded_prompt()
+
+    def run(cache_of: Callable[[hf.PreTrainedModel], hf.Cache]) -> tuple[torch.Tensor, torch.Tensor]:
+        model = zoo.build("mllama")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "attn_gate" in name:
+                    parameter.fill_(1)  # which are zero in a new model, so that it does not see
+        result = model.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True,
+            output_logits=True, **picture, **{cache_name(model): cache_of(model)},
+        )  # fmt: skip
+        return result.sequences, torch.stack(result.logits)
+
+    tokens, logits = run(stock_cache)
+    got_tokens, got_logits = run(lambda model: kvbits.cache_for(model, "exact"))
+    assert torch.equal(got_tokens, tokens)
+    assert torch.equal(got_logits, logits)
+    got_tokens, got_logits = run(lambda model: kvbits.cache_for(model, LOSSLESS))
+    assert torch.equal(got_tokens, tokens)
+    assert (got_logits - logits).abs().max() <= 1e-5 * logits.abs().max()
+
+
 @pytest.mark.parametrize("name", zoo.REFUSED)
 def test_families_that_cannot_be_served_are_refused(name: str) -> None:
     model = zoo.build_any(name)
@@ -187,3 +217,16 @@ def test_families_that_cannot_be_served_are_refused(name: str) -> None:
     assert not [key for key in vars(model) if "kvbits" in key]
     assert not model._forward_pre_hooks
     assert "kvbits" not in str(model.config._attn_implementation)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-d256-eager", "gemma4"])
+def test_an_attached_model_still_reads_as_its_stock_implementation(name: str) -> None:
+    """Gemma 4 slices queries differently where its config does not say ``sdpa``: attached, it must not."""
+    model = zoo.build(name)
+    stock, ids = model.config._attn_implementation, zoo.prompt(1, 40)
+    with torch.no_grad():
+        expected = model(input_ids=ids, logits_to_keep=3, use_cache=True).logits
+        cache = kvbits.cache_for(model, "exact")
+        assert model.config._attn_implementation == stock != "flex_attention"
+        assert str(model.config._attn_implementation).startswith("kvbits")
+        assert torch.equal(model(input_ids=ids, logits_to_keep=3, **{cache_name(model): cache}).logits, expected)

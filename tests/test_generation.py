@@ -254,7 +254,7 @@ def assert_same_row(got: KVCache, row: int, right: KVCache, right_row: int) -> N
     torch.testing.assert_close(a[1:3], b[1:3], rtol=1e-12, atol=1e-12)
 
 
-# -- modes that Transformers itself refuses ------------------------------------------------------------------------------
+# -- modes that Transformers itself refuses ----------------------------------------------------------------------------
 
 REFUSED_MODES = {
     "contrastive-search": dict(penalty_alpha=0.6, top_k=4),
@@ -279,7 +279,7 @@ def test_modes_that_transformers_refuses_are_refused_alike(options: dict[str, An
     assert errors[0] == errors[1]
 
 
-# -- several calls on one cache ------------------------------------------------------------------------------------------
+# -- several calls on one cache ----------------------------------------------------------------------------------------
 
 
 def chat(model: hf.PreTrainedModel, cache: hf.Cache, batch: int, whole: bool = True) -> torch.Tensor:
@@ -336,7 +336,7 @@ def test_reset_and_reuse_with_another_batch(name: str, scheme: str) -> None:
         assert cache.get_seq_length() == 0
         assert cache.nbytes.codes == cache.nbytes.residual == cache.nbytes.sinks == 0
     feed(model, cache, *zoo.padded_prompt(2, 8), (8,))
-    with pytest.raises(ValueError, match="2 rows.*reset"), torch.no_grad():
+    with pytest.raises(ValueError, match=r"2 rows.*reset"), torch.no_grad():
         model(input_ids=zoo.prompt(3, 1), use_cache=True, **give(cache, model))
 
 
@@ -359,7 +359,7 @@ def test_copies_of_a_prefilled_cache_continue_apart(name: str, scheme: str) -> N
         stored.assert_same(stored.row_of(prefilled.packed_layers[0].core, row), before[row])
 
 
-# -- operations on a cache -----------------------------------------------------------------------------------------------
+# -- operations on a cache ---------------------------------------------------------------------------------------------
 
 BATCH, COLUMNS = 3, 49
 OPERATIONS: dict[str, tuple[Callable[[hf.Cache], Any], Callable[[list[int]], list[int]]]] = {
@@ -503,7 +503,7 @@ def test_drafts_taken_back_across_blocks_do_not_pile_up_errors(name: str) -> Non
     assert 0 < (layer.keys - right).abs().max() <= 2 * once
 
 
-# -- attention weights -----------------------------------------------------------------------------------------------------
+# -- attention weights -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)

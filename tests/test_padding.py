@@ -183,7 +183,7 @@ def test_bad_values_in_text_raise_before_they_are_packed(scheme: str) -> None:
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0] = float("nan")
     cache = kvbits.cache_for(model, f"{scheme},residual=4,block=32")
-    with pytest.raises(ValueError, match="layer 1: .* keys to be packed are NaN, infinite"), torch.no_grad():
+    with pytest.raises(ValueError, match=r"layer 1: .* keys to be packed are NaN, infinite"), torch.no_grad():
         model(input_ids=zoo.prompt(1, 60), use_cache=True, **{cache_name(model): cache})
 
 

@@ -215,6 +215,17 @@ FAMILIES: dict[str, Family] = {
         _DECODED,
         auto=_SEEING,
     ),
+    "mllama": Family(  # a layer that attends to the picture alone
+        "MllamaConfig",
+        {"text_config": {**_TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1],
+                         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+         "vision_config": {**_VISION, "attention_heads": 2, "num_global_layers": 1, "vision_output_dim": 48,
+                           "intermediate_layers_indices": [0], "max_num_tiles": 1,
+                           "supported_aspect_ratios": [[1, 1]]},
+         "image_token_index": _NO_TOKEN},
+        stock_layers=1,
+        auto=_SEEING,
+    ),
     # refused
     "t5": Family("T5Config", dict(d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=6), refused="encoder-decoder",
                  auto="AutoModelForSeq2SeqLM"),

@@ -173,7 +173,7 @@ class LayerCache:
             if not bool(sound.all()):
                 raise ValueError(
                     f"{self.name}: {int((~sound).sum())} of the {what} to be packed are NaN, infinite or above "
-                    f"{LARGEST:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model itself is "
+                    f"{LARGEST:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model is "
                     "broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
                 )
             packed.append(codec.encode(piece, params))

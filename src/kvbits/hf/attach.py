@@ -56,9 +56,13 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
     layers, columns = list(_stock_layers(model)), Columns()
+    # Keys and values of a picture (Mllama) are no columns of the text: these layers stay the model's own.
+    crossing = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
     for index, stock in enumerate(layers):
         own = scheme.for_layer(index, len(layers))
         window = getattr(stock, "sliding_window", None) if sliding else None
+        if index in crossing:
+            continue
         if type(stock) is DynamicLayer or (type(stock) is DynamicSlidingWindowLayer and window is not None):
             name = f"layer {index}"
             layers[index] = PackedLayer(LayerCache(own, window, name), columns, name)

@@ -24,9 +24,31 @@ STOCK_OF = {"kvbits": "sdpa", "kvbits_eager": "eager"}
 """Our implementations, and the stock one that each hands over to."""
 
 
-def ours_for(stock: str | None) -> str:
+class Implementation(str):
+    """One of our names, which also answers to the stock name that it stands in for.
+
+    Model code asks ``config._attn_implementation == "sdpa"`` before it slices queries or casts a mask (Gemma 4, GPT-2,
+    the sparse-attention families), and must get the answer that it would get without kvbits.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and str(other) in (str(self), STOCK_OF[str(self)])
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:  # dictionaries of implementations must find ours, not the stock one
+        return str.__hash__(self)
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+
+def ours_for(stock: str | None) -> Implementation:
     """The implementation to put in the place of ``stock``."""
-    return "kvbits_eager" if stock == "eager" else "kvbits"
+    return Implementation("kvbits_eager" if stock == "eager" else "kvbits")
 
 
 def register() -> None:

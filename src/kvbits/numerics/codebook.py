@@ -37,4 +37,4 @@ def normal_float(bits: int) -> tuple[float, ...]:
 def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Index (uint8) of the entry of the ascending 1-D ``table`` nearest to each element of ``x``."""
     edges = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(x, edges).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), edges).to(torch.uint8)
