@@ -31,6 +31,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT, NEW_TOKENS = 34, 24
 """With these a block is packed in the middle of generating."""
 
+BATCH, COLUMNS = 3, 49
+"""What operations on a cache find in it."""
+
 
 @functools.cache
 def build(name: str, dtype: torch.dtype, attached: bool) -> hf.PreTrainedModel:
@@ -359,9 +362,43 @@ def test_copies_of_a_prefilled_cache_continue_apart(name: str, scheme: str) -> N
         stored.assert_same(stored.row_of(prefilled.packed_layers[0].core, row), before[row])
 
 
+@pytest.mark.parametrize("scheme", ["exact", LOSSLESS, QUANTIZED])
+def test_a_prompt_read_under_inference_mode_continues_in_any_mode(scheme: str) -> None:
+    model = build("llama", torch.float32, attached=True)
+    ids, mask = zoo.padded_prompt(BATCH, COLUMNS)
+    continuations = []
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        cache = kvbits.cache_for(model, scheme)
+        with mode():
+            model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), **give(cache, model))
+            cache.reorder_cache(torch.tensor([1, 0, 2]))
+        cache.crop(-12)
+        continuations.append(continued(model, cache, [1, 0, 2], COLUMNS - 12))
+    assert torch.equal(continuations[0], continuations[1])
+    assert torch.equal(continuations[0], continuations[2])
+
+
+@pytest.mark.parametrize("scheme", ["exact", LOSSLESS, QUANTIZED])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_caches_take_turns_on_one_model(name: str, scheme: str) -> None:
+    model = build(name, torch.float32, attached=True)
+    prompts = [zoo.padded_prompt(2, 46, seed=3), (zoo.prompt(1, 46, seed=4), torch.ones(1, 46, dtype=torch.int64))]
+    chunks = (38, 1, 5, 1, 1)
+    turns = [kvbits.cache_for(model, scheme) for _ in prompts]
+    last, done = [], 0
+    for chunk in chunks:
+        done += chunk
+        for cache, (ids, mask) in zip(turns, prompts, strict=True):
+            with torch.no_grad():
+                new = {"attention_mask": mask[:, :done], "position_ids": positions(mask)[:, done - chunk : done]}
+                last.append(model(input_ids=ids[:, done - chunk : done], **new, **give(cache, model)).logits)
+    for index, (ids, mask) in enumerate(prompts):
+        right = feed(model, kvbits.cache_for(model, scheme), ids, mask, chunks)
+        assert torch.equal(torch.cat(last[index::2], dim=1), right)
+
+
 # -- operations on a cache ---------------------------------------------------------------------------------------------
 
-BATCH, COLUMNS = 3, 49
 OPERATIONS: dict[str, tuple[Callable[[hf.Cache], Any], Callable[[list[int]], list[int]]]] = {
     "repeat": (lambda cache: cache.batch_repeat_interleave(2), lambda rows: [r for r in rows for _ in range(2)]),
     "select": (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), lambda rows: [2, 0]),

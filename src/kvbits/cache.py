@@ -7,7 +7,9 @@ share of one block. Only ``crop`` into a packed block decodes it, and puts its t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import torch
 
@@ -23,6 +25,23 @@ LARGEST = 1e38
 
 ENCODE_BLOCKS = 16
 """Blocks encoded at a time, so that packing a long prompt needs little memory beside it."""
+
+
+_Method = TypeVar("_Method", bound=Callable[..., object])
+
+
+def _outlasting(method: _Method) -> _Method:
+    """Run ``method`` outside autograd and inference mode: what a cache holds changes later, in whatever mode that is.
+
+    A tensor made under ``torch.inference_mode()`` could not be written to by a step under ``torch.no_grad()``.
+    """
+
+    @functools.wraps(method)
+    def run(*args: object, **kwargs: object) -> object:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast(_Method, run)
 
 
 class LayerCache:
@@ -61,6 +80,7 @@ class LayerCache:
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
+    @_outlasting
     def append(self, keys: torch.Tensor, values: torch.Tensor, rows: Rows | None = None) -> KVView:
         """Add the columns of one call.
 
@@ -252,6 +272,7 @@ class LayerCache:
 
     # -- changing --------------------------------------------------------------------------------------------------
 
+    @_outlasting
     def crop(self, columns: int, rows: Rows | None = None) -> None:
         """Take back the last ``columns`` columns.
 
@@ -303,6 +324,7 @@ class LayerCache:
         self.held = total
         self.store.truncate([held - count for held, count in zip(self.store.counts, blocks, strict=True)])
 
+    @_outlasting
     def select_rows(self, index: torch.Tensor, rows: Rows | None = None) -> None:
         """Row ``i`` becomes what row ``index[i]`` was (int64). Packed blocks are not touched, only referred to."""
         if self.keys is None or self.values is None or self.store is None:

@@ -59,13 +59,22 @@ def _is_one_piece(call: Call) -> bool:
 
 
 def _one_piece(call: Call, grouped: torch.Tensor) -> torch.Tensor:
-    view, dtype = call.view, grouped.dtype
-    keys, values = view.keys.to(dtype), view.values.to(dtype)
-    if view.blocks.longest:
-        packed = view.decode(0, view.blocks.longest)
-        keys, values = (torch.cat([x.to(dtype), y], dim=2) for x, y in zip(packed, (keys, values), strict=True))
+    view = call.view
+    packed = view.blocks.longest * view.blocks.record.tokens
+    keys, values = _room(call, packed + view.keys.shape[2], grouped.dtype)
+    if packed:
+        view.decode_into(keys[:, :, :packed], values[:, :, :packed], 0, view.blocks.longest)
+    keys[:, :, packed:], values[:, :, packed:] = view.keys, view.values
     out = scaled_dot_product_attention(grouped.squeeze(3), keys, values, scale=call.scaling)  # [B, H, G, Dv]
     return out.flatten(1, 2).unsqueeze(2)
+
+
+def _room(call: Call, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised keys and values for one piece."""
+    view = call.view
+    shape = (*view.keys.shape[:2], tokens)
+    keys = view.keys.new_empty(*shape, view.keys.shape[3], dtype=dtype)
+    return keys, view.values.new_empty(*shape, view.values.shape[3], dtype=dtype)
 
 
 class _OnlineSoftmax:
@@ -138,14 +147,17 @@ def _pieces(call: Call, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torc
     channels = max(channels, view.values.shape[-1])
     plain = _all_visible(call)
     step = max(1, TILE_ELEMENTS // (batch * heads * channels * blocks.record.tokens))
+    block = blocks.record.tokens
+    keys, values = _room(call, min(step, blocks.longest) * block, dtype)  # each tile in the place of the one before
     for first in range(0, blocks.longest, step):
         last = min(first + step, blocks.longest)
-        keys, values = view.decode(first, last)
+        tile = slice(0, (last - first) * block)
+        view.decode_into(keys[:, :, tile], values[:, :, tile], first, last)
         mask = None if plain else partial(_mask, call, *view.packed_tokens(first, last, device))
-        yield keys.to(dtype), values.to(dtype), mask
+        yield keys[:, :, tile], values[:, :, tile], mask
     token, live = view.exact_tokens(device)
-    for first in range(0, held, step * blocks.record.tokens):
-        tile = slice(first, first + step * blocks.record.tokens)
+    for first in range(0, held, step * block):
+        tile = slice(first, first + step * block)
         mask = None if plain and call.query.shape[2] == 1 else partial(_mask, call, token[:, tile], live[:, tile])
         yield view.keys[:, :, tile].to(dtype), view.values[:, :, tile].to(dtype), mask
 

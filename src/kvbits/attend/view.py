@@ -89,6 +89,13 @@ class KVView:
             self.scheme.value.decode(values, self.value_params).flatten(2, 3),
         )
 
+    def decode_into(self, keys: torch.Tensor, values: torch.Tensor, first: int, last: int) -> None:
+        """As :meth:`decode`, into float ``keys`` and ``values``."""
+        packed_keys, packed_values = self.blocks.read(first, last)
+        block = self.blocks.record.tokens
+        self.scheme.key.decode_into(keys.unflatten(2, (-1, block)), packed_keys, self.key_params)
+        self.scheme.value.decode_into(values.unflatten(2, (-1, block)), packed_values, self.value_params)
+
     def _in_columns(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Own tokens ``[B, H, L, D]`` and ``[B, H, N * block, D]`` put where the model's columns are."""
         if self.rows.valid is None and self.dropped <= self.offset:  # own tokens are columns: sinks, packed, recent

@@ -61,6 +61,10 @@ class Codec(ABC):
     def decode(self, packed: Packed, params: Params) -> torch.Tensor:
         """Decode to ``[..., T, D]``, in float32 unless the codec stores elements exactly."""
 
+    def decode_into(self, out: torch.Tensor, packed: Packed, params: Params) -> None:
+        """As :meth:`decode`, into float ``out [..., T, D]`` of any strides."""
+        out.copy_(self.decode(packed, params))
+
     def bits_per_element(self, tokens: int, channels: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits per element of one block, every part included, from :meth:`layout`."""
         return 8 * sum(part.nbytes for part in self.layout(tokens, channels, dtype)) / (tokens * channels)

@@ -85,11 +85,27 @@ class Grouped(Codec):
         return codes
 
     def decode(self, packed: Packed, params: Params) -> torch.Tensor:
-        codes = bitpack.unpack(packed["codes"], self.bits)
-        scale, zero, channels = packed["scale"], packed["zero"], codes.shape[-1]
-        levels = self.to_levels(codes)
-        if self.per == "token" and scale.shape[-1] == 1:  # one group per token and head: broadcasts as it is
-            return affine.dequantize(levels, scale, zero)
-        grouped, dim = groups.split(levels, self.per, self.group)
-        x = affine.dequantize(grouped, scale.unsqueeze(dim), zero.unsqueeze(dim))
-        return groups.join(x, self.per, channels)
+        codes = packed["codes"]
+        tokens, channels = codes.shape[-2] * 8 // self.bits, codes.shape[-1]
+        out = torch.empty(*codes.shape[:-2], tokens, channels, dtype=torch.float32, device=codes.device)
+        self.decode_into(out, packed, params)
+        return out
+
+    def decode_into(self, out: torch.Tensor, packed: Packed, params: Params) -> None:
+        # In place: a tile of float temporaries costs more in page faults than all the arithmetic on it.
+        if self.levels == "uniform":
+            bitpack.unpack_into(out, packed["codes"], self.bits)
+        else:
+            out.copy_(self.to_levels(bitpack.unpack(packed["codes"], self.bits)))
+        scale, zero, channels = packed["scale"].float(), packed["zero"].float(), out.shape[-1]
+        if self.per == "channel":
+            scale, zero = scale.unsqueeze(-2), zero.unsqueeze(-2)
+            out = out.unflatten(-2, (-1, self.group))
+        elif scale.shape[-1] > 1:  # else one group per token and head, which broadcasts as it is
+            length = groups.group_length(channels, self.group)
+            if channels % length:
+                scale, zero = (x.repeat_interleave(length, -1)[..., :channels] for x in (scale, zero))
+            else:
+                scale, zero = scale.unsqueeze(-1), zero.unsqueeze(-1)
+                out = out.unflatten(-1, (-1, length))
+        out.sub_(zero).mul_(scale)

@@ -62,3 +62,14 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         row, low = row + rows, low + width
     assert codes is not None
     return codes
+
+
+def unpack_into(out: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
+    """As :func:`unpack`, into a float tensor ``out [..., T, D]``: one pass, and no temporary of its size."""
+    if bits not in (2, 4):
+        out.copy_(unpack(packed, bits))
+        return
+    mask, rows = 2**bits - 1, packed.shape[-2]
+    for position in range(8 // bits):
+        shifted = packed >> (bits * position) if position else packed
+        out.narrow(-2, position * rows, rows).copy_(shifted & mask)
