@@ -69,7 +69,7 @@ def unpack_into(out: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
     if bits not in (2, 4):
         out.copy_(unpack(packed, bits))
         return
-    mask, rows = 2**bits - 1, packed.shape[-2]
-    for position in range(8 // bits):
-        shifted = packed >> (bits * position) if position else packed
-        out.narrow(-2, position * rows, rows).copy_(shifted & mask)
+    # All slices at once: a short step is bound by the number of operations, not by their size.
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None, None]
+    codes = (packed.unsqueeze(-3) >> shifts).bitwise_and_(2**bits - 1)
+    out.unflatten(-2, (8 // bits, -1)).copy_(codes)
