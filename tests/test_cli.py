@@ -76,7 +76,9 @@ def test_explain(folder: str) -> None:
 WRONG = {
     "unknown scheme": (["-s", "int5"], "near: int8, int4"),
     "impossible scheme": (["-s", "int4-gs48"], "allowed are (16, 32, 64, 128)"),
-    "a layer that is not there": (["-s", "int4,layers[7]=fp8"], "layers 0 to 1"),
+    "a layer that is not there": (["-s", "int4,layers[7]=fp8", "--prompt", "word1"], "layers 0 to 1"),
+    "a prompt that is too long": ([], "are more than the 512"),
+    "no folder for the results": (["--prompt", "word1", "--json", "no-such-folder/out.json"], "no-such-folder"),
     "missing file": (["--prompt-file", "no-such-file.txt"], "no-such-file.txt"),
     "empty prompt": (["--prompt", ""], "the prompt is empty"),
     "two prompts": (["--prompt", "word1", "--prompt-file", "-"], "not both"),

@@ -48,7 +48,11 @@ def generate(
     The scheme 'exact' is Transformers' own cache. Without a prompt, the text of Python's help topics is used.
     """
     schemes = [_try(Scheme.parse, name) for name in scheme or [RECOMMENDED]]
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        _fail(f"--json {json_file}: there is no folder {json_file.parent}")
     text = _prompt_text(prompt, prompt_file)
+    if not text.strip():
+        _fail("the prompt is empty; give --prompt or --prompt-file")
     runs = _generate(model, schemes, text, prompt_tokens, max_new_tokens, chat, dtype, device)
     out.print(_table(runs))
     if json_file is not None:
@@ -119,14 +123,15 @@ def _generate(
     if chat:
         if not getattr(tokenizer, "chat_template", None):
             _fail(f"{name} has no chat template; leave out --chat")
-        turn = [{"role": "user", "content": text}]
+        turn = [{"role": "user", "content": text.strip()}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).input_ids[:, :limit].to(model.device)
-    if not ids.shape[1]:
-        _fail("the prompt is empty; give --prompt or --prompt-file")
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and ids.shape[1] + steps > longest:
-        err.print(f"warning: {ids.shape[1]} + {steps} tokens are more than the {longest} that {name} was made for")
+        _fail(
+            f"{ids.shape[1]} prompt tokens and {steps} new ones are more than the {longest} that {name} was made for; "
+            f"give --prompt-tokens {max(1, longest - steps)} or fewer"
+        )
     runs = []
     for scheme in schemes:
         out.rule(f"{scheme}, prompt of {ids.shape[1]} tokens")
@@ -163,6 +168,11 @@ def _streamer(tokenizer: Any) -> tuple[Callable[[int], None], Callable[[], None]
 
 
 def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        _fail(f"the folder {name} has no config.json: it is no model")
+    if path.is_file() and path.suffix != ".gguf":
+        _fail(f"{name} is a file, but no .gguf file; give a hub id, a folder with a model, or a .gguf file")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         _fail(f"--dtype {dtype} is unknown; allowed are auto, float32, bfloat16, float16")
     import torch
@@ -171,6 +181,7 @@ def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     from kvbits.hf.loading import load_model, load_tokenizer
 
     logging.set_verbosity_error()
+    _try(torch.empty, 0, device=device, what=f"cannot use the device {device!r}: ")
     with err.status(f"loading {name}"):
         tokenizer = _try(load_tokenizer, name, what=f"cannot load {name!r}: ")
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
@@ -224,10 +235,10 @@ def _table(runs: list[Run]) -> Table:
         table.add_row(
             run.scheme,
             f"{run.kv_bytes:,}",
-            f"{row['bytes_ratio']:.2f}x",
+            f"{row['bytes_ratio']:.2f}x" if len(runs) > 1 else "-",
             f"{run.prefill_rate:.1f}",
             "-" if rate is None else f"{rate:.1f}",
-            f"{row['leading_tokens_equal']} of {len(first.tokens)}",
+            f"{row['leading_tokens_equal']} of {len(first.tokens)}" if len(runs) > 1 else "-",
         )
     return table
 
@@ -236,9 +247,9 @@ def _try(function: Callable[..., Any], *args: Any, what: str = "", **kwargs: Any
     """Call; turn what a user can cause into one message, with ``what`` before it, and exit status 2."""
     try:
         return function(*args, **kwargs)
-    except UnicodeDecodeError:
+    except (BrokenPipeError, UnicodeDecodeError, typer.Exit):
         raise
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError, NotImplementedError) as error:
+    except Exception as error:  # a user sees what is wrong, never a traceback; the library is for those who debug
         _fail(f"{what}{error}")
 
 
@@ -247,5 +258,16 @@ def _fail(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
+def main() -> None:
+    """The entry point: an interruption or a closed pipe ends quietly, as in other command-line programs."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise SystemExit(141) from None
+
+
 if __name__ == "__main__":
-    app()
+    main()

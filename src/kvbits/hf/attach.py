@@ -77,7 +77,10 @@ def _stock_layers(model: PreTrainedModel) -> list[Any]:
 def refuse_unless_served(model: Any) -> None:
     """Raise where a model cannot be served, saying why."""
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"kvbits needs a Transformers model, not {type(model).__name__}; unwrap it first")
+        found = type(model).__name__
+        inner = {"OptimizedModule": "model._orig_mod", "DataParallel": "model.module", "str": "kvbits.load_model(name)"}
+        hint = inner.get(found, "pipe.model of a pipeline, get_base_model() of a PEFT model, .module of a parallel one")
+        raise TypeError(f"kvbits needs a Transformers model, not {found}; give {hint}")
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ValueError(
@@ -149,6 +152,8 @@ def enable(model: PreTrainedModel, scheme: str | Scheme | None = None, *, slidin
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Take kvbits off ``model``: hooks, attention functions and the wrapper of :func:`enable`. Returns the model."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"disable takes a Transformers model, not {type(model).__name__}")
     attachment: Attachment | None = vars(model).pop(_ATTRIBUTE, None)
     if attachment is None:
         return model
