@@ -1,6 +1,6 @@
 """Peak memory of a whole process that reads a long prompt and generates a few tokens, one process per scheme.
 
-python bench/memory.py                       # SmolLM2, 8,000 tokens, float32 and bfloat16
+python bench/memory.py                       # SmolLM2, 2,048 and 8,000 tokens, float32 and bfloat16
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--schemes", default="hf:dynamic,hf:quanto4,int4,kivi2", help="separated by commas")
-    parser.add_argument("--contexts", default="8000")
+    parser.add_argument("--contexts", default="2048,8000")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
