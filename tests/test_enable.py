@@ -323,7 +323,7 @@ def test_disable_leaves_nothing_behind(name: str, implementation: str, turn_on: 
     assert traces(model) == []
     assert [sorted(vars(module)) for module in model.modules()] == attributes
     assert model.config.to_dict() == config
-    assert model.config._attn_implementation == implementation
+    assert str(model.config._attn_implementation) == implementation
     got = generate(model)
     assert type(cache_of(got, model)) is hf.DynamicCache
     assert_same_run(got, right)
@@ -350,9 +350,9 @@ def test_the_attention_that_the_user_sets_stays() -> None:
     model.set_attn_implementation("eager")
     got = generate(model)
     assert torch.equal(got.sequences, right)
-    assert model.config._attn_implementation == "kvbits_eager"  # the next cache_for stands before the new one
+    assert str(model.config._attn_implementation) == "kvbits_eager"  # the next cache_for stands before the new one
     kvbits.disable(model)
-    assert model.config._attn_implementation == "eager"
+    assert str(model.config._attn_implementation) == "eager"
 
 
 def test_another_attention_over_packed_history_decodes() -> None:
@@ -425,7 +425,7 @@ def test_load_model(saved: Path, dtype: str | None) -> None:
 def test_load_model_passes_options_on(saved: Path) -> None:
     model = kvbits.load_model(str(saved), "int4", dtype=torch.bfloat16, attn_implementation="eager")
     assert model.dtype == torch.bfloat16
-    assert kvbits.disable(model).config._attn_implementation == "eager"
+    assert str(kvbits.disable(model).config._attn_implementation) == "eager"
 
 
 def test_load_model_refuses_before_it_loads(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_what_is_no_model_is_refused(thing: Any) -> None:
 
 def test_a_wrapped_model_is_to_be_unwrapped() -> None:
     wrapped = torch.nn.DataParallel(zoo.build("llama"))
-    with pytest.raises(TypeError, match="DataParallel; unwrap it"):
+    with pytest.raises(TypeError, match=r"DataParallel; give model\.module"):
         kvbits.cache_for(wrapped, "int4")
 
 

@@ -230,6 +230,17 @@ FAMILIES: dict[str, Family] = {
     "t5": Family("T5Config", dict(d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=6), refused="encoder-decoder",
                  auto="AutoModelForSeq2SeqLM"),
     "bart": Family("BartConfig", _ENCODER_DECODER, refused="encoder-decoder", auto="AutoModelForSeq2SeqLM"),
+    "falcon-h1": Family(  # every layer is attention and state space at once
+        "FalconH1Config",
+        {**_LLAMA, "head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8,
+         "mamba_n_groups": 2, "mamba_chunk_size": 16, "mamba_expand": 2},
+        refused=NOTHING_TO_STORE,
+    ),
+    "deepseek-v32": Family(  # every layer keeps the keys of its indexer, too
+        "DeepseekV32Config",
+        {**_MLA, **_MLA_EXPERTS, "head_dim": 8, "index_topk": 64, "index_n_heads": 4, "index_head_dim": 16},
+        refused=NOTHING_TO_STORE,
+    ),
     "mamba": Family("MambaConfig", dict(hidden_size=48, num_hidden_layers=2, state_size=8),
                     refused=NOTHING_TO_STORE),
     "rwkv": Family("RwkvConfig", dict(hidden_size=48, num_hidden_layers=2, attention_hidden_size=48),
