@@ -236,16 +236,7 @@ def measured_on(data: dict[str, Any], what: str) -> str:
 
 def decode_speed() -> str:
     data = result("decode")
-    head = (
-        "dtype",
-        "context",
-        "scheme",
-        "step",
-        "speed against exact",
-        "against quanto int4",
-        "KV cache",
-        "peak process",
-    )
+    head = ("dtype", "context", "scheme", "step", "speed against exact", "against quanto int4", "KV cache")
     rows = [
         (
             row["dtype"],

@@ -71,9 +71,7 @@ def test_codecs_round_trip_through_their_canonical_spelling(case: CodecCase) -> 
 )
 def test_loose_spellings_have_one_canonical_form(loose: str, canonical: str | None) -> None:
     if canonical is None:
-        with pytest.raises(
-            ValueError, match=r"does not fit|unknown scheme"
-        ):  # a pair inside is A/B
+        with pytest.raises(ValueError, match=r"does not fit|unknown scheme"):  # a pair inside is A/B
             Scheme.parse(loose)
         return
     assert str(Scheme.parse(loose)) == canonical
