@@ -547,6 +547,7 @@ def test_a_cache_that_the_model_drops_is_filled_again(options: dict[str, Any], t
     torch.manual_seed(0)
     right = stock.generate(ids, attention_mask=mask, **{cache_name(stock): own}, **options)
     assert cache_of(right, stock) is not own  # what this test is about
+    reads_one_token = zoo.installed() < (5, 24) and tokens <= SHORT  # and forgets all others, in early releases
     model = longrope()
     for scheme in ("exact", "exact,residual=4,block=32", INT8):
         cache = kvbits.cache_for(model, scheme)
@@ -554,7 +555,9 @@ def test_a_cache_that_the_model_drops_is_filled_again(options: dict[str, Any], t
         got = model.generate(ids, attention_mask=mask, **{cache_name(model): cache}, **options)
         assert cache_of(got, model) is cache
         assert cache.get_seq_length() == tokens + 19
-        if scheme == "exact":
+        if scheme == "exact" and reads_one_token:
+            right = got
+        elif scheme == "exact":
             assert_same_run(got, right)
         elif scheme != INT8:
             assert torch.equal(got.sequences, right.sequences)

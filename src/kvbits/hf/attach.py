@@ -214,6 +214,10 @@ class _PrepareInputs:
             )
         if given is not None and all(inputs.get(name) is None for name in _CACHE_NAMES):
             given.reset()
+            if bound.get("cache_position") is not None:  # early releases would read the last token alone
+                columns = torch.arange(bound["input_ids"].shape[1], device=bound["input_ids"].device)
+                again = {**kwargs, "cache_position": columns}
+                inputs = type(self.model).prepare_inputs_for_generation(self.model, *args, **again)
             inputs[cache_name(self.model)] = given
         return inputs
 

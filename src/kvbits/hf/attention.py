@@ -24,6 +24,10 @@ STOCK_OF = {"kvbits": "sdpa", "kvbits_eager": "eager"}
 """Our implementations, and the stock one that each hands over to."""
 
 
+_CHOOSES_BY_NAME = not hasattr(AttentionInterface, "get_interface")
+"""Early releases: model code looks an attention function up only where its name ``!= "eager"``."""
+
+
 class Implementation(str):
     """One of our names, which also answers to the stock name that it stands in for.
 
@@ -37,6 +41,8 @@ class Implementation(str):
         return isinstance(other, str) and str(other) in (str(self), STOCK_OF[str(self)])
 
     def __ne__(self, other: object) -> bool:
+        if _CHOOSES_BY_NAME:
+            return str.__ne__(self, other)
         return not self == other
 
     def __hash__(self) -> int:  # dictionaries of implementations must find ours, not the stock one
