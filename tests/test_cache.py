@@ -771,3 +771,12 @@ def test_other_devices_are_refused() -> None:
 def test_a_scheme_with_overrides_is_not_one_of_a_layer() -> None:
     with pytest.raises(ValueError, match=r"has overrides: give a layer its own scheme, Scheme\.for_layer"):
         LayerCache(Scheme.parse("int4,layers[0]=fp8"))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64), ids=str)
+def test_infinities_of_every_dtype_are_refused(dtype: torch.dtype) -> None:
+    cache = LayerCache(Scheme.parse(f"int4,{SMALL}"))
+    keys, values = tokens(2, 100, 0, dtype)
+    keys[0, 0, 50, 0] = torch.inf
+    with pytest.raises(ValueError, match="NaN, infinite"):
+        cache.append(keys, values)

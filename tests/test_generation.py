@@ -565,3 +565,13 @@ def test_attention_weights_under_eager(name: str) -> None:
                     assert layer.shape == right_layer.shape
                     assert (layer - right_layer).abs().max() <= tolerance * right_layer.abs().max()
     assert {layer.trace.outcome for layer in cache.packed_layers} == {"decoded"}
+
+
+def test_beams_of_a_model_whose_layers_all_stay_stock() -> None:
+    """Operations on the cache must reach the model's own layers also where kvbits holds none."""
+    model, (ids, mask) = zoo.build("mistral-window"), zoo.padded_prompt(2, 40)
+    options = {"attention_mask": mask, "num_beams": 4, "max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(ids, **options)
+    with pytest.warns(UserWarning, match="packs nothing; pass sliding=True"):
+        cache = kvbits.cache_for(model, "int4")
+    assert torch.equal(model.generate(ids, **options, **{cache_name(model): cache}), expected)

@@ -189,11 +189,12 @@ class LayerCache:
         for first in range(0, blocks, ENCODE_BLOCKS):
             last = min(blocks, first + ENCODE_BLOCKS)
             piece = x[:, :, sinks + first * block : sinks + last * block].unflatten(2, (-1, block))
-            sound = piece.abs() <= LARGEST  # False for NaN too
+            limit = min(LARGEST, torch.finfo(piece.dtype).max)  # 1e38 itself is infinite in float16
+            sound = piece.abs() <= limit  # False for NaN too
             if not bool(sound.all()):
                 raise ValueError(
                     f"{self.name}: {int((~sound).sum())} of the {what} to be packed are NaN, infinite or above "
-                    f"{LARGEST:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model is "
+                    f"{limit:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model is "
                     "broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
                 )
             packed.append(codec.encode(piece, params))

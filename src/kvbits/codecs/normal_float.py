@@ -28,7 +28,7 @@ class NormalFloat(Grouped):
 
     def table(self, device: torch.device) -> torch.Tensor:
         """The ``2**bits`` levels, float32."""
-        return torch.tensor(codebook.normal_float(self.bits), device=device)
+        return torch.tensor(codebook.normal_float(self.bits), dtype=torch.float32, device=device)
 
     def to_levels(self, codes: torch.Tensor) -> torch.Tensor:
         # index_select on a flat int32 index: four times as fast on a CPU as table[codes]

@@ -9,6 +9,7 @@ wrapper around its ``prepare_inputs_for_generation`` that keeps it from losing i
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,13 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
         if type(stock) is DynamicLayer or (type(stock) is DynamicSlidingWindowLayer and window is not None):
             name = f"layer {index}"
             layers[index] = PackedLayer(LayerCache(own, window, name), columns, name)
+    if not any(isinstance(layer, PackedLayer) for layer in layers):
+        warnings.warn(
+            f"every layer of {type(model).__name__} has a sliding window and stays exact, so {scheme} packs nothing; "
+            "pass sliding=True to pack such layers too",
+            UserWarning,
+            stacklevel=2,
+        )
     attach(model)
     return KVCache(layers, scheme, columns)
 

@@ -279,17 +279,16 @@ class KVCache(Cache):
 
     def _select(self, index: torch.Tensor, operation: str, argument: Any) -> None:
         batch = self.columns.rows.batch
-        if batch == 0:
-            return
-        if bool(((index < -batch) | (index >= batch)).any()):
-            raise IndexError(f"rows {index.tolist()} are not all among the {batch} rows of the cache")
-        index = index % batch
-        rows = self.columns.replace(self.columns.rows.select(index))
+        if batch:  # 0 while empty, and where every layer keeps the model's own type
+            if bool(((index < -batch) | (index >= batch)).any()):
+                raise IndexError(f"rows {index.tolist()} are not all among the {batch} rows of the cache")
+            index = index % batch
+            self.columns.replace(self.columns.rows.select(index))
         for layer in self.layers:
-            if isinstance(layer, PackedLayer):
-                layer.core.select_rows(index, rows)
-            else:
+            if not isinstance(layer, PackedLayer):
                 getattr(layer, operation)(argument)
+            elif batch:
+                layer.core.select_rows(index, self.columns.rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` columns of every layer.
