@@ -249,8 +249,8 @@ class LayerCache:
         )
 
     def nbytes(self) -> dict[str, int]:
-        """Real bytes by part: codes, scales, zeros, sinks, residual, slack."""
-        parts = dict.fromkeys(("codes", "scales", "zeros", "sinks", "residual", "slack"), 0)
+        """Real bytes by part: codes, scales, zeros, outliers, sinks, residual, slack."""
+        parts = dict.fromkeys(("codes", "scales", "zeros", "outliers", "sinks", "residual", "slack"), 0)
         if self.keys is None or self.values is None or self.store is None:
             return parts
         parts.update(self.store.nbytes())

@@ -222,13 +222,13 @@ class BlockStore:
         self.in_order = same and bool((self.table[:, : self.longest].t().flatten() == ordered).all())
 
     def nbytes(self) -> dict[str, int]:
-        """Real bytes: ``codes``, ``scales``, ``zeros`` of the blocks written, and ``slack``.
+        """Real bytes: ``codes``, ``scales``, ``zeros``, ``outliers`` of the blocks written, and ``slack``.
 
         Slack is alignment, spare blocks and the table. A block that no row refers to any more counts until the pool
         next grows, which reclaims it.
         """
         used = self.used * self.heads
-        roles: Sequence[Role] = ("codes", "scales", "zeros")
+        roles: Sequence[Role] = ("codes", "scales", "zeros", "outliers")
         parts: dict[str, int] = {role: used * self.record.role_bytes(role) for role in roles}
         total = self.pool.nbytes + self.table.nbytes
         return {**parts, "slack": total - sum(parts.values())}

@@ -20,7 +20,7 @@ Packed: TypeAlias = dict[str, torch.Tensor]
 Params: TypeAlias = dict[str, torch.Tensor]
 """What a codec learned for one layer and tensor (static scales); empty for most codecs."""
 
-Role: TypeAlias = Literal["codes", "scales", "zeros"]
+Role: TypeAlias = Literal["codes", "scales", "zeros", "outliers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,11 @@ class Format:
         levels: what a code means: ``uniform`` (the code itself), ``table`` (a codebook entry), ``e4m3``, ``exact``.
         per: ``token`` (a group is neighbouring channels of one token), ``channel`` (neighbouring tokens of one
             channel), ``layer`` (one static scale) or ``element`` (no scale).
-        group: elements per group along that direction; 0 where there is no group.
-        zero: whether a zero is stored beside each scale.
+        group: elements per group along that direction; 0 where there is no group: ``channel`` then means one static
+            scale (and zero) per channel, in the params ``[H, D]``, and ``token`` one per token and head.
+        zero: whether there is a zero beside each scale.
+        outliers: entries of the sparse part of a block, added to its decoded dense part: ``outlier_index`` (uint16,
+            ``token * D + channel``, ascending) and ``outlier_value`` (bfloat16). Unused entries are (0, 0).
     """
 
     bits: int
@@ -63,6 +66,7 @@ class Format:
     per: Literal["token", "channel", "layer", "element"]
     group: int
     zero: bool
+    outliers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class ByteCount:
     """Bytes really allocated by a cache, by part.
 
     Attributes:
-        codes, scales, zeros: of the packed blocks.
+        codes, scales, zeros, outliers: of the packed blocks.
         sinks, residual: exact tokens.
         slack: alignment, spare room, tables.
         other: layers that keep the model's own type (sliding windows, linear attention).
@@ -79,6 +83,7 @@ class ByteCount:
     codes: int = 0
     scales: int = 0
     zeros: int = 0
+    outliers: int = 0
     sinks: int = 0
     residual: int = 0
     slack: int = 0

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbits.attend.transform import Transform
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import Blocks
 from kvbits.types import Params
+
+_NO_TRANSFORM = Transform()
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class KVView:
         rows: which columns hold text.
         dropped: own tokens before the first packed one that a sliding window has left behind.
         offset: the first column that the layer may still see; masks begin there.
+        key_transform, value_transform: what was done to packed keys and values before they were encoded.
     """
 
     scheme: Scheme
@@ -42,6 +46,8 @@ class KVView:
     rows: Rows
     dropped: int = 0
     offset: int = 0
+    key_transform: Transform = _NO_TRANSFORM
+    value_transform: Transform = _NO_TRANSFORM
 
     @property
     def kv_columns(self) -> int:
@@ -57,7 +63,7 @@ class KVView:
         block = self.blocks.record.tokens
         token = torch.arange(first * block, last * block, device=device)
         counts = torch.tensor(self.blocks.counts, device=device)[:, None] * block
-        return token + self.sinks + self.dropped, token < counts
+        return token + self._first_token(0), token < counts
 
     def exact_tokens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Own token numbers of the exact slots, and which rows really have them: int64 and bool ``[B, L]``."""
@@ -84,17 +90,27 @@ class KVView:
     def decode(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks ``first .. last - 1`` of all rows decoded: ``[B, H, n * block, Dk]`` and ``[B, H, n * block, Dv]``."""
         keys, values = self.blocks.read(first, last)
+        token = self._first_token(first)
         return (
-            self.scheme.key.decode(keys, self.key_params).flatten(2, 3),
-            self.scheme.value.decode(values, self.value_params).flatten(2, 3),
+            self.key_transform.undo(self.scheme.key.decode(keys, self.key_params).flatten(2, 3), token),
+            self.value_transform.undo(self.scheme.value.decode(values, self.value_params).flatten(2, 3), token),
         )
 
     def decode_into(self, keys: torch.Tensor, values: torch.Tensor, first: int, last: int) -> None:
         """As :meth:`decode`, into float ``keys`` and ``values``."""
         packed_keys, packed_values = self.blocks.read(first, last)
         block = self.blocks.record.tokens
-        self.scheme.key.decode_into(keys.unflatten(2, (-1, block)), packed_keys, self.key_params)
-        self.scheme.value.decode_into(values.unflatten(2, (-1, block)), packed_values, self.value_params)
+        for out, packed, codec, params, transform in (
+            (keys, packed_keys, self.scheme.key, self.key_params, self.key_transform),
+            (values, packed_values, self.scheme.value, self.value_params, self.value_transform),
+        ):
+            codec.decode_into(out.unflatten(2, (-1, block)), packed, params)
+            if transform is not _NO_TRANSFORM:
+                out.copy_(transform.undo(out, self._first_token(first)))
+
+    def _first_token(self, block: int) -> int:
+        """Own token number that a packed block begins with."""
+        return self.sinks + self.dropped + block * self.blocks.record.tokens
 
     def _in_columns(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Own tokens ``[B, H, L, D]`` and ``[B, H, N * block, D]`` put where the model's columns are."""

@@ -49,6 +49,10 @@ class Codec(ABC):
     def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
         """The parts of one block ``[tokens, channels]``; ``dtype`` is that of the exact K and V."""
 
+    def table(self, params: Params) -> torch.Tensor | None:
+        """The levels of a format with a table, float32 ``[2**bits]`` ascending; None for other formats."""
+        return None
+
     def fit(self, samples: torch.Tensor) -> Params:
         """Learn static parameters from ``samples [..., T, D]`` of one layer, of any dtype. Default: none."""
         return {}

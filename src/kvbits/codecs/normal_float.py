@@ -26,16 +26,15 @@ class NormalFloat(Grouped):
     pattern = grouped_pattern("nf", allowed_bits)
     examples = ("nf4", "nf3", "nf2", "nf4-gs32", "nf3-gs128", "nf2-channel")
 
-    def table(self, device: torch.device) -> torch.Tensor:
-        """The ``2**bits`` levels, float32."""
-        return torch.tensor(codebook.normal_float(self.bits), dtype=torch.float32, device=device)
+    def table(self, params: Params) -> torch.Tensor:
+        return torch.tensor(codebook.normal_float(self.bits), dtype=torch.float32)
 
     def to_levels(self, codes: torch.Tensor) -> torch.Tensor:
         # index_select on a flat int32 index: four times as fast on a CPU as table[codes]
-        return self.table(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+        return self.table({}).to(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
     def encode(self, x: torch.Tensor, params: Params) -> Packed:
         grouped, dim = groups.split(x.float(), self.per, self.group)
         scale, zero = affine.choose_qparams(grouped, dim, -1, 1)
-        codes = codebook.nearest(affine.to_levels(grouped, scale, zero), self.table(x.device))
+        codes = codebook.nearest(affine.to_levels(grouped, scale, zero), self.table({}).to(x.device))
         return self.pack(codes, scale, zero, dim, x.shape[-1])
