@@ -70,7 +70,7 @@ def test_schemes_lists_the_whole_catalogue() -> None:
 
 def test_explain(folder: str) -> None:
     code, output = run("explain", folder, "--scheme", "kivi2")
-    assert code == 0 and "layers 0-1: kivi2; steps: kernel reference" in output
+    assert code == 0 and f"layers 0-1: kivi2; steps: {zoo.RUNS}" in output
 
 
 WRONG = {

@@ -20,6 +20,7 @@ ROOT = Path(kvbits.__file__).parent
 FLOORS = {
     "kvbits.types": 0,
     "kvbits.numerics": 0,
+    "kvbits.memory": 0,
     "kvbits.codecs": 1,
     # Within floor 2, in this order.
     "kvbits.rows": 2.0,

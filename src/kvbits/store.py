@@ -12,10 +12,12 @@ the context becomes. Rows may hold different numbers of blocks (left-padded batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from kvbits import memory
 from kvbits.codecs import Codec
 from kvbits.types import Packed, Part, Role
 
@@ -34,12 +36,20 @@ class Slot:
 
 @dataclass(frozen=True)
 class Record:
-    """Byte map of one block of one head."""
+    """Byte map of one block of one head.
+
+    Attributes:
+        tokens: of a block.
+        keys, values: the parts of either side.
+        nbytes: of the whole record.
+        memo: what kernels derive from a layer's record, once.
+    """
 
     tokens: int
     keys: tuple[Slot, ...]
     values: tuple[Slot, ...]
     nbytes: int
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(key: Codec, value: Codec, tokens: int, key_channels: int, value_channels: int, dtype: torch.dtype) -> Record:
@@ -123,7 +133,7 @@ class BlockStore:
         self.heads = heads
         self.counts = [0] * rows
         self.used = 0
-        self.pool = torch.empty(0, heads, record.nbytes, dtype=torch.uint8, device=device)
+        self.pool = memory.allocate((0, heads, record.nbytes), device)
         self.table = torch.empty(rows, 0, dtype=torch.int64, device=device)
         self.in_order = True
 
@@ -199,7 +209,7 @@ class BlockStore:
         if need > self.pool.shape[0]:
             # A first fill (a prompt) is cut to fit; what grows step by step keeps an eighth in hand.
             capacity = need if self.used == 0 else need + self.used // _GROWTH
-            pool = self.pool.new_empty(capacity, *self.pool.shape[1:])
+            pool = memory.allocate((capacity, *self.pool.shape[1:]), self.pool.device)
             pool[: self.used] = self.pool[: self.used]
             self.pool = pool
 
