@@ -17,7 +17,7 @@ from kvbits.attend.call import Call
 from kvbits.attend.view import KVView
 from kvbits.codecs import Codec
 from kvbits.numerics import groups
-from kvbits.store import Record, Slot
+from kvbits.store import Slot
 from kvbits.types import Params
 
 QUERIES_AT_ONCE = 256
