@@ -302,6 +302,12 @@ template <class I> struct Piece {
         int entry = 0;
         for (int t = 0; t < tokens; t += 16) {
             const int here = tokens - t < 16 ? tokens - t : 16;
+            if (k.levels == Levels::e4m3 && !apply) {
+                over_tile(s.packed, first_row, rows, t, [&](auto n, const float* const* q, float* const* out) {
+                    e4m3_dots<I, decltype(n)::value>(keys, t / 16, k.channels, q, out);
+                });
+                continue;
+            }
             if (k.levels == Levels::exact)
                 exact_keys(record + k.codes + int64_t(t) * k.channels * size_of(k.type), k.channels * size_of(k.type), here);
             else
@@ -321,6 +327,13 @@ template <class I> struct Piece {
     }
 
     void meet_keys(const float* query, int first_row, int rows, int t) {
+        over_tile(query, first_row, rows, t, [&](auto n, const float* const* q, float* const* out) {
+            float_dots<I, decltype(n)::value>(s.keys, job.record.key.channels, q, out);
+        });
+    }
+
+    // f(N, query rows, where their scores of the tile at token t go).
+    template <class F> void over_tile(const float* query, int first_row, int rows, int t, F&& f) {
         over_rows(rows, [&](auto n, int first) {
             constexpr int N = decltype(n)::value;
             const float* q[N];
@@ -329,7 +342,7 @@ template <class I> struct Piece {
                 q[i] = query + int64_t(first_row + first + i) * s.key_width;
                 out[i] = s.score + int64_t(first + i) * s.tokens + t;
             }
-            float_dots<I, N>(s.keys, job.record.key.channels, q, out);
+            f(n, q, out);
         });
     }
 

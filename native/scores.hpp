@@ -22,7 +22,7 @@ KVBITS_STAGE void integer_dots(const Tiles& tiles, int first_tile, int count, in
     const int vectors = count * parts;
     for (int v = 0; v < vectors; v += M) {
         const int here = vectors - v < M ? vectors - v : M;
-        tiles.fetch(first_tile * parts + v, tiles.tiles * parts);
+        tiles.fetch(first_tile * parts + v, here, tiles.tiles * parts);
         i32 top[M][N] = {}, bottom[M][N] = {};
         Tile tile[M];
         for (int m = 0; m < M; ++m) {
@@ -104,6 +104,29 @@ KVBITS_STAGE void float_dots(const float* keys, int channels, const float* const
     }
 }
 
+// Dot products of N rows with tile `tile` of e4m3 keys, whose scales are for later: out[n][16].
+template <class I, int N>
+KVBITS_STAGE void e4m3_dots(const Tiles& tiles, int tile, int channels, const float* const* query, float* const* out) {
+    using f32 = typename I::f32;
+    using u32 = typename I::u32;
+    tiles.fetch(tile, 1, tiles.tiles);
+    const uint32_t* words = tiles[tile].at;
+    for (int part = 0; part < 16; part += I::W) {
+        f32 total[N] = {}, more[N] = {};  // two chains of sums each, to hide latency
+        for (int d = 0; d < channels; d += 4) {
+            f32 key[4];
+            I::e4m3(load<u32>(words + 4 * d + part), key);
+            for (int n = 0; n < N; ++n) {
+                total[n] = I::fma(key[0], splat<f32>(query[n][d]), total[n]);
+                more[n] = I::fma(key[1], splat<f32>(query[n][d + 1]), more[n]);
+                total[n] = I::fma(key[2], splat<f32>(query[n][d + 2]), total[n]);
+                more[n] = I::fma(key[3], splat<f32>(query[n][d + 3]), more[n]);
+            }
+        }
+        for (int n = 0; n < N; ++n) store(out[n] + part, total[n] + more[n]);
+    }
+}
+
 // Run f<N>(first) over rows in pieces of at most most_rows.
 template <class F> inline void over_rows(int rows, F&& f) {
     int first = 0;
@@ -123,7 +146,7 @@ KVBITS_STAGE void float_keys(const Side& side, const Tiles& tiles, int tile, int
     using f32 = typename I::f32;
     using u32 = typename I::u32;
     const Tile here = tiles[tile];
-    tiles.fetch(tile, tiles.tiles);
+    tiles.fetch(tile, 1, tiles.tiles);
     const int first_token = 16 * tile;
     const float* row_scale = scale + int64_t(side.fixed || side.per == Per::token ? 0 : first_token / side.length) * side.channels;
     const float* row_zero = zero + (row_scale - scale);

@@ -59,10 +59,10 @@ struct Tiles {
     const uint8_t* next = nullptr;  // memory of the next block, fetched while this one is computed
     int64_t next_bytes = 0;
 
-    // Fetch the share of step `index` of `count`.
-    void fetch(int index, int count) const {
+    // Fetch the shares of steps index .. index + steps - 1 of `count`.
+    void fetch(int index, int steps, int count) const {
         const int64_t share = (next_bytes / count + 127) / 64 * 64, first = share * index;
-        for (int64_t i = first; i < first + share && i < next_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+        for (int64_t i = first; i < first + share * steps && i < next_bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
     }
 
     Tile operator[](int tile) const {

@@ -15,7 +15,7 @@ KVBITS_STAGE void integer_sums(const Tiles& tiles, int first, int last, int word
     using u32 = typename I::u32;
     using f32 = typename I::f32;
     constexpr bool full = PLANES == 0 || TABLE;
-    tiles.fetch(word / I::W, tiles.words / I::W);
+    tiles.fetch(word / I::W, M, tiles.words / I::W);
     i32 top[M][N] = {}, bottom[M][N] = {};
     for (int t = first; t < last; ++t) {
         const Tile tile = tiles[t];
@@ -70,20 +70,20 @@ KVBITS_STAGE void e4m3_sums(const Tiles& tiles, const float* const* weight, floa
     using f32 = typename I::f32;
     using u32 = typename I::u32;
     for (int c = 0; c < tiles.words; c += I::W) {
-        tiles.fetch(c / I::W, tiles.words / I::W);
-        f32 sum[N];
+        tiles.fetch(c / I::W, 1, tiles.words / I::W);
+        f32 sum[N], more[N] = {};  // two chains of sums each, to hide latency
         for (int n = 0; n < N; ++n) sum[n] = load<f32>(total[n] + c);
         for (int t = 0; t < tiles.tiles; ++t) {
             f32 value[4];
             I::e4m3(load<u32>(tiles.low + int64_t(t) * tiles.words + c), value);
             for (int n = 0; n < N; ++n) {
-                f32 four = value[0] * weight[n][4 * t];  // two chains of sums, to hide latency
-                four = I::fma(value[1], splat<f32>(weight[n][4 * t + 1]), four);
-                four = I::fma(value[2], splat<f32>(weight[n][4 * t + 2]), four);
-                sum[n] += I::fma(value[3], splat<f32>(weight[n][4 * t + 3]), four);
+                sum[n] = I::fma(value[0], splat<f32>(weight[n][4 * t]), sum[n]);
+                more[n] = I::fma(value[1], splat<f32>(weight[n][4 * t + 1]), more[n]);
+                sum[n] = I::fma(value[2], splat<f32>(weight[n][4 * t + 2]), sum[n]);
+                more[n] = I::fma(value[3], splat<f32>(weight[n][4 * t + 3]), more[n]);
             }
         }
-        for (int n = 0; n < N; ++n) store(total[n] + c, sum[n]);
+        for (int n = 0; n < N; ++n) store(total[n] + c, sum[n] + more[n]);
     }
 }
 

@@ -40,7 +40,8 @@ template <class To, class From> inline To bits(From from) {
     return to;
 }
 
-template <class V, class T> inline V splat(T x) { return V{} + x; }
+// x - 0 is x, also for -0, so nothing is left of the subtraction.
+template <class V, class T> inline V splat(T x) { return x - V{}; }
 
 template <class V> inline V maximum(V a, V b) { return a > b ? a : b; }
 template <class V> inline V minimum(V a, V b) { return a < b ? a : b; }

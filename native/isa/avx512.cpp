@@ -6,6 +6,30 @@
 namespace kvbits {
 namespace {
 
+// Made by the compiler: code that runs when the library is loaded must not need these instructions.
+struct E4m3Tables {
+    alignas(64) uint8_t low[128], high[128], first[64], second[64];
+
+    constexpr E4m3Tables() : low(), high(), first(), second() {
+        for (int code = 0; code < 128; ++code) {  // the bfloat16 of each value
+            int exponent = code >> 3, mantissa = code & 7;
+            if (exponent == 0 && mantissa) {
+                for (exponent = 1; mantissa < 8; mantissa *= 2) --exponent;
+                mantissa &= 7;
+            }
+            const int word = code ? (exponent + 120) << 7 | mantissa << 4 : 0;
+            low[code] = uint8_t(word & 255);
+            high[code] = uint8_t(word >> 8);
+        }
+        for (int lane = 0; lane < 16; ++lane)  // the bytes of two bfloat16 in each lane, from low and high in turn
+            for (int i = 0; i < 4; ++i) {
+                first[4 * lane + i] = uint8_t(4 * lane + i / 2 + (i % 2 ? 64 : 0));
+                second[4 * lane + i] = uint8_t(4 * lane + 2 + i / 2 + (i % 2 ? 64 : 0));
+            }
+    }
+};
+constexpr E4m3Tables e4m3_tables;
+
 struct Avx512 : Lanes<16> {
     static constexpr int W = 16;
     static constexpr const char* name = "avx512";
@@ -48,35 +72,18 @@ struct Avx512 : Lanes<16> {
     // The four bytes of each lane, as four vectors. A bfloat16 holds every e4m3 value: both its bytes come out of
     // tables of 128 entries, and its place in a float32 is the upper half.
     static void e4m3(u32 bytes, f32* out) {
-        static const E4m3Tables tables;
         const __m512i code = (__m512i)bytes;
-        const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(tables.low), code, _mm512_load_si512(tables.low + 64));
-        __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(tables.high), code, _mm512_load_si512(tables.high + 64));
+        const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(e4m3_tables.low), code, _mm512_load_si512(e4m3_tables.low + 64));
+        __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(e4m3_tables.high), code, _mm512_load_si512(e4m3_tables.high + 64));
         high = _mm512_ternarylogic_epi32(high, code, _mm512_set1_epi8(char(0x80)), 0xF8);  // high | (code & sign)
-        const __m512i first = _mm512_permutex2var_epi8(low, _mm512_load_si512(tables.first), high);
-        const __m512i second = _mm512_permutex2var_epi8(low, _mm512_load_si512(tables.second), high);
+        const __m512i first = _mm512_permutex2var_epi8(low, _mm512_load_si512(e4m3_tables.first), high);
+        const __m512i second = _mm512_permutex2var_epi8(low, _mm512_load_si512(e4m3_tables.second), high);
         const __m512i upper = _mm512_set1_epi32(int(0xFFFF0000));
         out[0] = (f32)_mm512_slli_epi32(first, 16);
         out[1] = (f32)_mm512_and_si512(first, upper);
         out[2] = (f32)_mm512_slli_epi32(second, 16);
         out[3] = (f32)_mm512_and_si512(second, upper);
     }
-
-    struct E4m3Tables {
-        alignas(64) uint8_t low[128], high[128], first[64], second[64];
-        E4m3Tables() {
-            for (int code = 0; code < 128; ++code) {
-                const auto word = bits<uint32_t>(e4m3_to_float(uint8_t(code)));
-                low[code] = uint8_t(word >> 16);
-                high[code] = uint8_t(word >> 24);
-            }
-            for (int lane = 0; lane < 16; ++lane)  // the bytes of two bfloat16 in each lane, from low and high in turn
-                for (int i = 0; i < 4; ++i) {
-                    first[4 * lane + i] = uint8_t(4 * lane + i / 2 + (i % 2 ? 64 : 0));
-                    second[4 * lane + i] = uint8_t(4 * lane + 2 + i / 2 + (i % 2 ? 64 : 0));
-                }
-        }
-    };
 
     static void transpose(const uint8_t* rows, ptrdiff_t stride, int words, uint32_t* out) {
         for (int d = 0; d < words; d += 16) {
