@@ -1,11 +1,7 @@
 // The Python module: checks what it is given, cuts the work into spans, and runs them without the GIL.
 
-#include <atomic>
-#include <memory>
-
 #include "array.hpp"
-#include "kernels.hpp"
-#include "pool.hpp"
+#include "run.hpp"
 
 namespace kvbits {
 namespace {
@@ -18,17 +14,6 @@ const Kernels& kernels_at(int index) {
     return *all[size_t(index)];
 }
 
-// Memory of a thread, kept from call to call.
-uint8_t* scratch_of_thread(int64_t bytes) {
-    thread_local std::unique_ptr<uint8_t[]> memory;
-    thread_local int64_t held = 0;
-    if (bytes > held) {
-        memory.reset(new uint8_t[size_t(bytes)]());
-        held = bytes;
-    }
-    return memory.get();
-}
-
 // -- layouts -----------------------------------------------------------------------------------------------------
 
 template <class T> T field(const nb::dict& from, const char* name) {
@@ -36,8 +21,7 @@ template <class T> T field(const nb::dict& from, const char* name) {
     return nb::cast<T>(from[name]);
 }
 
-int64_t part(const Side& side, int64_t offset, int64_t bytes, int64_t record, const char* what) {
-    (void)side;
+int64_t part(int64_t offset, int64_t bytes, int64_t record, const char* what) {
     require(offset >= 0 && offset % 2 == 0 && bytes >= 0 && offset + bytes <= record,
             std::string(what) + " does not lie inside the record");
     return offset;
@@ -68,24 +52,25 @@ Side side_of(const nb::dict& from, int tokens, int64_t record) {
         require(side.length > 0 && side.groups > 0, "groups are missing");
         const int across = side.per == Per::token ? side.channels : tokens;
         require(int64_t(side.length) * side.groups >= across && int64_t(side.length) * (side.groups - 1) < across, "groups do not cover the block");
-        if (side.per != Per::token && side.groups > 1) require(side.length % 16 == 0 && tokens % side.length == 0, "groups of tokens must be multiples of 16");
+        if (side.per != Per::token && !side.fixed)
+            require(side.length % 16 == 0 && tokens % side.length == 0, "groups of tokens must be multiples of 16 that divide the block");
         require(side.per != Per::element && (side.per != Per::layer || side.fixed), "unknown direction of groups");
         if (!side.fixed) {
             const int64_t count = int64_t(side.groups) * (side.per == Per::token ? tokens : side.channels);
-            side.scale = part(side, field<int64_t>(from, "scale"), 2 * count, record, "scale");
-            if (side.zero) side.zeros = part(side, field<int64_t>(from, "zeros"), 2 * count, record, "zero");
+            side.scale = part(field<int64_t>(from, "scale"), 2 * count, record, "scale");
+            if (side.zero) side.zeros = part(field<int64_t>(from, "zeros"), 2 * count, record, "zero");
         }
         const auto table = field<std::vector<float>>(from, "table");
         require(side.levels != Levels::table || int(table.size()) == side.levels_count(), "the table has the wrong length");
         for (int i = 0; i < side.levels_count(); ++i) side.table[i] = side.levels == Levels::table ? table[size_t(i)] : float(i);
     }
-    side.codes = part(side, field<int64_t>(from, "codes"), code_bytes, record, "codes");
+    side.codes = part(field<int64_t>(from, "codes"), code_bytes, record, "codes");
     require(side.outliers >= 0, "a negative number of outliers");
     if (side.outliers) {
         require(int64_t(tokens) * side.channels <= 65536, "outliers index at most 65536 elements");
         require(side.levels != Levels::exact, "exact elements have no outliers");
-        side.outlier_index = part(side, field<int64_t>(from, "outlier_index"), 2 * side.outliers, record, "outlier_index");
-        side.outlier_value = part(side, field<int64_t>(from, "outlier_value"), 2 * side.outliers, record, "outlier_value");
+        side.outlier_index = part(field<int64_t>(from, "outlier_index"), 2 * side.outliers, record, "outlier_index");
+        side.outlier_value = part(field<int64_t>(from, "outlier_value"), 2 * side.outliers, record, "outlier_value");
     }
     return side;
 }
@@ -110,82 +95,7 @@ std::vector<int> counts_of(nb::handle counts, int batch, int64_t most, const cha
     return all;
 }
 
-struct Plan {
-    std::vector<Span> spans;
-    std::vector<int> first_partial, packed, exact;  // of each row of the batch
-    int partials = 0;
-};
-
-Plan plan_of(const Job& job, int threads) {
-    Plan plan;
-    int64_t blocks = 0;
-    for (const int count : job.counts) blocks += count;
-    const bool together = job.cos != nullptr;  // heads in one span share the angles
-    const int64_t pieces = blocks * (together ? 1 : job.heads);
-    // A few spans per thread even the load out; a span of many query rows has much to leave, and is kept long.
-    int64_t chunk = (pieces + threads * 6 - 1) / (threads * 6);
-    const int64_t least = job.rows() > 64 ? 8 : 1;
-    chunk = chunk < least ? least : chunk;
-    const int exact_chunk = job.rows() > 64 ? 1 << 30 : 512;
-    for (int b = 0; b < job.batch; ++b) {
-        const int packed = int((job.counts[size_t(b)] + chunk - 1) / chunk);
-        const int exact = int((int64_t(job.held[size_t(b)]) + exact_chunk - 1) / exact_chunk);
-        plan.first_partial.push_back(plan.partials);
-        plan.packed.push_back(packed);
-        plan.exact.push_back(exact);
-        plan.partials += job.heads * (packed + exact);
-        for (int c = 0; c < packed; ++c) {
-            const int first = int(c * chunk), last = int(first + chunk < job.counts[size_t(b)] ? first + chunk : job.counts[size_t(b)]);
-            if (together) {
-                plan.spans.push_back({b, 0, job.heads, true, first, last, c});
-                continue;
-            }
-            for (int h = 0; h < job.heads; ++h) plan.spans.push_back({b, h, h + 1, true, first, last, c});
-        }
-        for (int c = 0; c < exact; ++c) {
-            const int first = c * exact_chunk, rest = job.held[size_t(b)] - first;
-            const int last = first + (rest < exact_chunk ? rest : exact_chunk);
-            for (int h = 0; h < job.heads; ++h) plan.spans.push_back({b, h, h + 1, false, first, last, packed + c});
-        }
-    }
-    return plan;
-}
-
-void run(const Job& job, const Kernels& kernels, int threads) {
-    const Plan plan = plan_of(job, threads);
-    const int width = kernels.value_width(job), rows = job.rows();
-    const int64_t each = Partial::floats(rows, width);
-    thread_local std::unique_ptr<float[]> memory;
-    thread_local int64_t held = 0;
-    if (each * plan.partials > held) {
-        held = each * plan.partials;
-        memory.reset(new float[size_t(held)]);
-    }
-    std::vector<Partial> partials;
-    partials.reserve(size_t(plan.partials));
-    for (int p = 0; p < plan.partials; ++p) partials.push_back({memory.get() + p * each, rows, width});
-    std::vector<std::atomic<int>> missing(size_t(job.batch) * size_t(job.heads));
-    for (int b = 0; b < job.batch; ++b)
-        for (int h = 0; h < job.heads; ++h) missing[size_t(b * job.heads + h)] = plan.packed[size_t(b)] + plan.exact[size_t(b)];
-    const int64_t scratch_bytes = kernels.scratch_bytes(job) + 8 * int64_t(width);
-    for (int b = 0; b < job.batch; ++b)  // a row without a token
-        for (int h = 0; h < job.heads && plan.packed[size_t(b)] + plan.exact[size_t(b)] == 0; ++h)
-            kernels.merge(job, b, h, nullptr, 0, 0, scratch_of_thread(scratch_bytes));
-    parallel(int64_t(plan.spans.size()), threads, [&](int64_t index) {
-        const Span& span = plan.spans[size_t(index)];
-        const int packed = plan.packed[size_t(span.batch)], count = packed + plan.exact[size_t(span.batch)];
-        uint8_t* scratch = scratch_of_thread(scratch_bytes);
-        std::vector<Partial> mine;
-        for (int h = span.head; h < span.last_head; ++h)
-            mine.push_back(partials[size_t(plan.first_partial[size_t(span.batch)] + h * count + span.slot)]);
-        kernels.attend(job, span, mine.data(), scratch);
-        for (int h = span.head; h < span.last_head; ++h)
-            if (missing[size_t(span.batch * job.heads + h)].fetch_sub(1) == 1)
-                kernels.merge(job, span.batch, h, &partials[size_t(plan.first_partial[size_t(span.batch)] + h * count)], count, packed, scratch);
-    });
-}
-
-void attend(const Record& record, int isa, int threads, nb::handle output, nb::handle query, nb::handle packed_query, nb::handle pool,
+void attend_tensors(const Record& record, int isa, int threads, nb::handle output, nb::handle query, nb::handle packed_query, nb::handle pool,
             nb::handle table, nb::handle counts, int first_token, nb::handle keys, nb::handle values, nb::handle held, int sinks,
             int dropped, nb::handle statics, nb::handle transforms, nb::handle mask, nb::handle column_of, int64_t offset,
             int64_t first_query_column, int64_t window, bool packed_visible, bool exact_visible, float scaling, float softcap,
@@ -298,11 +208,11 @@ void attend(const Record& record, int isa, int threads, nb::handle output, nb::h
     job.sink_logits = floats_of(sink_logits, "sink_logits", {q_heads});
     const Kernels& kernels = kernels_at(isa);
     const nb::gil_scoped_release released;
-    run(job, kernels, threads < 1 ? 1 : threads);
+    attend(job, kernels, threads < 1 ? 1 : threads);
 }
 
 // Decode blocks first .. last - 1 of each row of one side into out [B, H, (last - first) * tokens, D].
-void decode(const Record& record, bool value_side, int isa, int threads, nb::handle output, nb::handle pool, nb::handle table, int first,
+void decode_tensors(const Record& record, bool value_side, int isa, int threads, nb::handle output, nb::handle pool, nb::handle table, int first,
             nb::handle scale, nb::handle zero) {
     const Side& side = value_side ? record.value : record.key;
     const Array out = array_of(output, "output", 4, element_types), blocks = array_of(pool, "pool", 3, {Type::u8});
@@ -328,13 +238,13 @@ void decode(const Record& record, bool value_side, int isa, int threads, nb::han
     }
     const Kernels& kernels = kernels_at(isa);
     const nb::gil_scoped_release released;
-    const int64_t bytes = kernels.decode_scratch_bytes(side, record.tokens);
     parallel(batch * heads * count, threads, [&](int64_t index) {
         const int64_t n = index / (batch * heads), b = index / heads % batch, h = index % heads;
         const uint8_t* block = blocks.data + (at[b * rows.stride[0] / 8 + first + n] * heads + h) * record.bytes;
         const int64_t move = layer ? 0 : h * side.channels;
         kernels.decode(side, record.tokens, block, scales ? scales + move : nullptr, zeros ? zeros + move : nullptr, out.type,
-                       out.at(b, h, n * record.tokens), out.stride[2], scratch_of_thread(bytes));
+                       out.at(b, h, n * record.tokens), out.stride[2],
+                       scratch_of_thread(kernels.decode_scratch_bytes(side, record.tokens)));
     });
 }
 
@@ -348,10 +258,10 @@ NB_MODULE(_native, m) {
         .def("__init__", [](Record* self, int tokens, int64_t bytes, const nb::dict& key, const nb::dict& value) {
             new (self) Record(record_of(tokens, bytes, key, value));
         }, nb::arg("tokens"), nb::arg("bytes"), nb::arg("key"), nb::arg("value"));
-    m.def("attend", &attend, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+    m.def("attend", &attend_tensors, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
-    m.def("decode", &decode, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    m.def("decode", &decode_tensors, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
     m.def("names", [] {
         std::vector<std::string> names;
         for (const Kernels* kernels : all_kernels()) names.emplace_back(kernels->name);

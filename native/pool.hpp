@@ -14,12 +14,13 @@ void on_threads(int threads, void (*work)(void*), void* context);
 // "openmp" or "own": which of both it is.
 const char* pool_name();
 
-// Call f(index) for index = 0 .. count - 1, each once, on up to `threads` threads.
+// Call f(index) for index = 0 .. count - 1, each once, on up to `threads` threads. Throws what f threw first.
 template <class F> void parallel(int64_t count, int threads, F&& f);
 
 }  // namespace kvbits
 
 #include <atomic>
+#include <exception>
 
 template <class F> void kvbits::parallel(int64_t count, int threads, F&& f) {
     if (count <= 1 || threads <= 1) {
@@ -30,9 +31,17 @@ template <class F> void kvbits::parallel(int64_t count, int threads, F&& f) {
         F& f;
         std::atomic<int64_t> next;
         int64_t count;
-    } context{f, {0}, count};
+        std::atomic<bool> failed;
+        std::exception_ptr error;
+    } context{f, {0}, count, {false}, nullptr};
     on_threads(count < threads ? int(count) : threads, [](void* at) {
         auto& shared = *static_cast<Context*>(at);
-        for (int64_t i; (i = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.count;) shared.f(i);
+        try {
+            for (int64_t i; (i = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.count;) shared.f(i);
+        } catch (...) {  // out of memory: the rest of the work is given up
+            if (!shared.failed.exchange(true)) shared.error = std::current_exception();
+            shared.next = shared.count;
+        }
     }, &context);
+    if (context.failed) std::rethrow_exception(context.error);
 }
