@@ -14,9 +14,9 @@ namespace {
 constexpr int batch_rows = 64;    // query rows that meet an unpacked block together
 constexpr int exact_tokens = 128; // exact tokens that are met together
 
-template <class T> inline T* take(uint8_t*& memory, int64_t count) {
+template <class T> inline T* take(uintptr_t& memory, int64_t count) {
     T* here = reinterpret_cast<T*>(memory);
-    memory += (count * int64_t(sizeof(T)) + 63) / 64 * 64 + 64;  // vectors may touch one vector more
+    memory += uintptr_t((count * int64_t(sizeof(T)) + 63) / 64 * 64 + 64);  // vectors may touch one vector more
     return here;
 }
 
@@ -50,7 +50,7 @@ struct Scratch {
         return side.per == Per::token ? total : padded(side.channels + 8, 64);
     }
 
-    template <class Visit> static void lay(const Job& job, uint8_t*& memory, Visit&& made) {
+    template <class Visit> static void lay(const Job& job, uintptr_t& memory, Visit&& made) {
         Scratch s;
         const Side &k = job.record.key, &v = job.record.value;
         s.tokens = padded(job.record.tokens > exact_tokens ? job.record.tokens : exact_tokens);
@@ -90,9 +90,9 @@ struct Scratch {
     }
 
     static int64_t bytes(const Job& job) {
-        uint8_t* memory = nullptr;
+        uintptr_t memory = 0;
         lay(job, memory, [](const Scratch&) {});
-        return memory - static_cast<uint8_t*>(nullptr) + 64;
+        return int64_t(memory) + 64;
     }
 };
 
@@ -108,8 +108,8 @@ template <class I> struct Piece {
     Tiles keys{}, values{};        // of the current block
     int met_batch = -1, met_block = -1;  // whose angles are in the scratch
 
-    Piece(const Job& j, uint8_t* memory) : job(j), key_levels(j.record.key), value_levels(j.record.value) {
-        memory = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
+    Piece(const Job& j, uint8_t* scratch) : job(j), key_levels(j.record.key), value_levels(j.record.value) {
+        uintptr_t memory = (reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64;
         Scratch::lay(job, memory, [&](const Scratch& made) { s = made; });
     }
 

@@ -11,7 +11,7 @@ struct Avx2 : Lanes<8> {
     static constexpr const char* name = "avx2";
 
     static bool supported() {
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // all that have both have F16C
     }
 
     static f32 fma(f32 a, f32 b, f32 c) { return _mm256_fmadd_ps(a, b, c); }
