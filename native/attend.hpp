@@ -674,13 +674,13 @@ template <class I> struct Piece {
         const Side &k = record.key, &v = record.value;
         if (k.levels != Levels::exact) {
             keys = key_tiles<I>(k, at + k.codes, record.tokens, s.key_words, s.work);
-            keys.next = next + k.codes;
+            keys.next = next ? next + k.codes : nullptr;
             keys.next_bytes = next ? v.codes - k.codes : 0;
             scales_and_zeros<I>(k, at, record.tokens, fixed(job.key_scale, k), fixed(job.key_zero, k), s.scale_k, s.zero_k, s.float_work);
         }
         if (v.levels != Levels::exact) {
             values = value_tiles<I>(v, at + v.codes, record.tokens, s.value_words, s.work);
-            values.next = next + v.codes;
+            values.next = next ? next + v.codes : nullptr;
             values.next_bytes = next ? record.bytes - v.codes : 0;
             scales_and_zeros<I>(v, at, record.tokens, fixed(job.value_scale, v), fixed(job.value_zero, v), s.scale_v, s.zero_v, s.float_work);
         }
