@@ -19,6 +19,7 @@ ROOT = Path(kvbits.__file__).parent
 # A module imports only from floors below its own. A folder is one room: what it contains may import each other.
 FLOORS = {
     "kvbits.types": 0,
+    "kvbits._native": 0,
     "kvbits.numerics": 0,
     "kvbits.memory": 0,
     "kvbits.codecs": 1,
@@ -62,7 +63,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+MODULES = {name_of(path): path for path in sorted([*ROOT.rglob("*.py"), *ROOT.rglob("*.pyi")])}
 
 
 def room_of(module: str) -> str:

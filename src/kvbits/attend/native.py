@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvbits.attend.call import Call
-from kvbits.attend.view import KVView
 from kvbits.codecs import Codec
 from kvbits.numerics import groups
 from kvbits.store import Slot
 from kvbits.types import Params
+
+if TYPE_CHECKING:  # a view decodes itself with this kernel
+    from kvbits.attend.call import Call
+    from kvbits.attend.view import KVView
 
 QUERIES_AT_ONCE = 256
 """Query tokens that meet the history together: memory beside the cache does not grow with a longer chunk."""
@@ -60,20 +63,33 @@ def instruction_set() -> str | None:
 def why_not(call: Call) -> list[str]:
     """Reasons against this kernel."""
     module, _, reason = library()
-    view = call.view
     if module is None:
         return [reason]
-    if call.query.device.type != "cpu":
-        return [f"tensors are on {call.query.device.type}"]
-    channels = {view.keys.shape[3], view.values.shape[3]}
+    reasons = why_not_view(call.view)
+    if call.query.dtype not in _FLOATS:
+        reasons.append(f"{call.query.dtype} is computed in full only by the reference")
+    if call.view.key_transform.rotation is not None and call.view.key_transform.rope is not None:
+        reasons.append("keys are rotated and stored before the rotary embedding")
+    return reasons
+
+
+def why_not_view(view: KVView) -> list[str]:
+    """Reasons against reading this view natively."""
+    module, _, reason = library()
+    if module is None:
+        return [reason]
+    device = view.keys.device.type
+    if device != "cpu":
+        return [f"tensors are on {device}"]
+    channels = max(view.keys.shape[3], view.values.shape[3])
     block = view.blocks.record.tokens
     reasons = {
-        f"{call.query.dtype} is computed in full only by the reference": call.query.dtype not in _FLOATS,
-        f"{view.keys.dtype} keys": view.keys.dtype not in _FLOATS or view.values.dtype not in _FLOATS,
-        f"head_dim {max(channels)} is not a multiple of 8 up to 512": any(d % 8 or not 0 < d <= 512 for d in channels),
+        f"{view.keys.dtype} keys and {view.values.dtype} values": not {view.keys.dtype, view.values.dtype}
+        <= set(_FLOATS),
+        f"head_dim {channels} is not a multiple of 8 up to 512": channels > 512
+        or view.keys.shape[3] % 8 != 0
+        or view.values.shape[3] % 8 != 0,
         f"blocks of {block} tokens are longer than 4096": block > 4096,
-        "keys are rotated and stored before the rotary embedding": view.key_transform.rotation is not None
-        and view.key_transform.rope is not None,
     }
     return [reason for reason, holds in reasons.items() if holds]
 
@@ -188,13 +204,36 @@ def _transforms(view: KVView, query: torch.Tensor) -> tuple[torch.Tensor | None,
     return rotated, (key.mean, value.mean, value.rotation, cos, sin, interleaved)
 
 
-def decode_into(view: KVView, out: torch.Tensor, first: int, last: int, value_side: bool) -> None:
-    """Decode blocks ``first .. last - 1`` of every row into ``out [B, H, n * block, D]``, without transforms."""
+def decode(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
+    """All packed tokens of every row, decoded in the types of the exact tokens: ``[B, H, N * block, D]`` each.
+
+    Without the transforms; beyond a row's own count the content is some other block's. Bit for bit what the codecs
+    decode, rounded once.
+    """
     module, isa, _ = library()
     assert module is not None
     layout, statics = _layout(view)
-    scale, zero = statics[2:] if value_side else statics[:2]
     blocks = view.blocks
-    module.decode(
-        layout, value_side, isa, torch.get_num_threads(), out, blocks.pool, blocks.table, first, scale, zero
-    )  # fmt: skip
+    sides = []
+    for value_side, like in enumerate((view.keys, view.values)):
+        tokens = blocks.longest * blocks.record.tokens
+        out = like.new_empty(*like.shape[:2], tokens, like.shape[3])
+        parameters = statics[2 * value_side : 2 * value_side + 2]
+        module.decode(
+            layout, bool(value_side), isa, torch.get_num_threads(), out, blocks.pool, blocks.table, 0, *parameters
+        )
+        sides.append(out)
+    return sides[0], sides[1]
+
+
+@functools.cache
+def warn_if_missing() -> None:
+    """Say once why a cache on a CPU will be slow, where the module was not built."""
+    module, _, reason = library()
+    if module is None:
+        warnings.warn(
+            f"kvbits' native kernel does not run here ({reason}): decoding uses the reference kernel, which is several "
+            "times as slow; install a C++ compiler (GCC 12 or Clang 14 and later) and reinstall kvbits",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -18,6 +18,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvbits.attend import native
 from kvbits.cache import LayerCache
 from kvbits.catalogue import RECOMMENDED
 from kvbits.hf.attention import STOCK_OF, ours_for, register
@@ -56,6 +57,8 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
     """
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
+    if model.device.type == "cpu":
+        native.warn_if_missing()
     layers, columns = list(_stock_layers(model)), Columns()
     # Keys and values of a picture (Mllama) are no columns of the text: these layers stay the model's own.
     crossing = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
