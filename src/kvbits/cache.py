@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -42,6 +42,19 @@ def _outlasting(method: _Method) -> _Method:
             return method(*args, **kwargs)
 
     return cast(_Method, run)
+
+
+class Before(NamedTuple):
+    """A layer as it was before an append; see :meth:`LayerCache.undo`."""
+
+    rows: Rows
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    held: list[int]
+    counts: tuple[int, ...]
+    params: tuple[Params, Params]
+    fitted: bool
+    dropped: int
 
 
 class LayerCache:
@@ -272,6 +285,30 @@ class LayerCache:
         return tokens * self.keys.shape[1] * (self.keys.shape[3] + self.values.shape[3])
 
     # -- changing --------------------------------------------------------------------------------------------------
+
+    def before(self) -> Before:
+        """What :meth:`undo` needs to take back the next :meth:`append`."""
+        counts = () if self.store is None else tuple(self.store.counts)
+        params = (self.key_params, self.value_params)
+        return Before(self.rows, self.keys, self.values, self.held, counts, params, self.fitted, self.dropped)
+
+    @_outlasting
+    def undo(self, before: Before) -> bool:
+        """Take back the last append, bit for bit. False, and nothing changes, if a window has dropped blocks since."""
+        if before.keys is None:
+            self.reset()
+            return True
+        assert self.store is not None
+        if self.dropped != before.dropped:
+            return False
+        if tuple(self.store.counts) == before.counts:
+            self.crop(self.columns - before.rows.columns, before.rows)
+            return True
+        # The buffers from before a block was packed are as they were: what stays exact went into new ones.
+        self.store.truncate(before.counts)
+        self.rows, self.keys, self.values, self.held = before.rows, before.keys, before.values, before.held
+        (self.key_params, self.value_params), self.fitted = before.params, before.fitted
+        return True
 
     @_outlasting
     def crop(self, columns: int, rows: Rows | None = None) -> None:

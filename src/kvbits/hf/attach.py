@@ -1,7 +1,7 @@
 """Attach kvbits to a model, make caches for it, and take everything off again.
 
-Nothing of Transformers is patched. What ``attach`` puts on one model: a forward pre-hook on it and on the decoder
-inside it (it tells the cache of each call's padding), the name of a kvbits attention function in its configs, and a
+Nothing of Transformers is patched. What ``attach`` puts on one model: forward hooks on it and on the decoder inside
+it (they tell the cache of each call's padding, and when the call is over), the name of a kvbits attention function in its configs, and a
 wrapper around its ``prepare_inputs_for_generation`` that keeps it from losing its cache. ``enable`` adds one around
 ``_prepare_cache_for_generation``. ``disable`` removes all of it.
 """
@@ -117,6 +117,7 @@ def attach(model: PreTrainedModel) -> Attachment:
         for module in _models_in(model):
             announce = _Announcer(module, found if module is model else None)
             found.hooks.append(module.register_forward_pre_hook(announce, with_kwargs=True))
+            found.hooks.append(module.register_forward_hook(announce.end, with_kwargs=True, always_call=True))
         if hasattr(model, "prepare_inputs_for_generation"):
             model.prepare_inputs_for_generation = _PrepareInputs(model)
     _set_attention(model, found)
@@ -237,7 +238,7 @@ def cache_name(model: torch.nn.Module) -> str:
 
 
 class _Announcer:
-    """A pre-hook that tells the cache in a call's arguments about the call's padding mask.
+    """A pair of hooks that tell the cache in a call's arguments about the call's padding mask, and when it is over.
 
     On the outermost model it also puts the default cache of :func:`enable` where the call names none.
     """
@@ -247,19 +248,29 @@ class _Announcer:
         self.names = list(inspect.signature(module.forward).parameters)
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
-        cache = next((c for c in given if isinstance(c, Cache)), None)
+        cache = self._cache(args, kwargs)
         if cache is None and self._wants_default(module, args, kwargs):
             assert self.attachment is not None
             cache = cache_for(module, self.attachment.scheme, sliding=self.attachment.sliding)
             kwargs = {**kwargs, cache_name(module): cache}
         if isinstance(cache, KVCache):
+            cache.begin(id(self))
             mask = self._argument("attention_mask", args, kwargs)
             padding = isinstance(mask, torch.Tensor) and mask.ndim == 2
             # The decoder inside may get the same mask in a form that no longer shows the padding.
             if padding or mask is None or not cache.columns.waiting:
                 cache.columns.begin(mask if padding else None)
         return args, kwargs
+
+    def end(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook, called always: tells the cache that the call is over; without an output it has failed."""
+        cache = self._cache(args, kwargs)
+        if isinstance(cache, KVCache):
+            cache.end(id(self), failed=output is None)
+
+    def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+        given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
+        return next((c for c in given if isinstance(c, Cache)), None)
 
     def _wants_default(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.attachment is None or self.attachment.scheme is None or module.training:
