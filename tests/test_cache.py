@@ -295,6 +295,42 @@ def test_crop_decodes_a_block_once_and_only_that() -> None:
     both.append(60)
 
 
+@pytest.mark.parametrize("rows", (1, 3))
+@pytest.mark.parametrize("padded", (False, True), ids=("whole", "padded"))
+@pytest.mark.parametrize("left", (3, 700, 1000))
+def test_a_crop_far_back_costs_and_leaves_what_is_left(left: int, padded: bool, rows: int) -> None:
+    """One block of a row is decoded at most, and the memory is that of the shorter text."""
+    text = torch.ones(rows, 16384, dtype=torch.bool)
+    if padded:
+        text[0, :700] = False
+    cache, short = LayerCache(Scheme.parse("kivi4")), LayerCache(Scheme.parse("kivi4"))
+    x = torch.randn(rows, 1, 16384, 64)
+    for each, columns in ((cache, 16384), (short, left)):
+        each.append(x[:, :, :columns], x[:, :, :columns], Rows().extend(rows, columns, text[:, :columns]))
+    with Written() as written:
+        cache.crop(16384 - left)
+    block, exact = 128 * 64 * 4, (4 + 128 + 127) * 64 * 4
+    # both sides: fresh buffers, a few temporaries for each row's block, and the shorter pool
+    assert written.nbytes <= 2 * rows * (2 * exact + 8 * block) + 2 * sum(short.nbytes().values())
+    # a buffer has room for all that stays exact before a block is packed
+    assert sum(cache.nbytes().values()) <= 1.25 * sum(short.nbytes().values()) + rows * (2 * exact + 4096)
+    assert sum(cache.nbytes().values()) == real_bytes(cache)
+
+
+def test_a_crop_gives_back_room_where_nothing_is_packed() -> None:
+    cache = LayerCache(Scheme.parse("exact"))
+    cache.append(*tokens(2, 5000, 0))
+    before = cache.keys
+    cache.crop(20)
+    assert cache.keys is before  # drafts are taken back in place
+    cache.crop(4000)
+    parts = cache.nbytes()
+    assert parts["slack"] <= parts["residual"] / 4
+    assert_same(cache.view(), tuple(x[:, :, :980] for x in tokens(2, 5000, 0)))
+    for step in range(300):
+        cache.append(*tokens(2, 1, step))
+
+
 def test_more_than_is_there_cannot_be_cropped() -> None:
     both = Both(f"int4,{SMALL}")
     both.append(10)

@@ -319,7 +319,7 @@ class LayerCache:
         """
         if not 0 <= columns <= self.columns:
             raise ValueError(f"{self.name}: cannot take back {columns} of {self.columns} columns")
-        if columns == 0 or self.keys is None:
+        if columns == 0 or self.keys is None or self.values is None:
             return
         rows = self.rows.crop(columns) if rows is None else rows
         gone = [old - new for old, new in zip(self.rows.counts, rows.counts, strict=True)]
@@ -328,39 +328,47 @@ class LayerCache:
                 f"{self.name}: cannot take back {columns} columns, the sliding window of {self.window} tokens has "
                 f"left behind what the rest would see; at most {self.scheme.block} can be taken back"
             )
-        self._unpack_last([max(0, g - max(0, held - self.sinks)) for g, held in zip(gone, self.held, strict=True)])
-        assert self.keys is not None and self.values is not None
-        left = [held - g for held, g in zip(self.held, gone, strict=True)]
-        for buffer in (self.keys, self.values):
-            for row, (new, old) in enumerate(zip(left, self.held, strict=True)):
-                buffer[row, :, new:old] = 0  # what was taken back may hold NaN, and masks do not stop 0 * NaN
+        assert self.store is not None
+        block, blocks, border, left = self.scheme.block, [], [], []
+        for g, held, packed in zip(gone, self.held, self.store.counts, strict=True):
+            sinks = min(held, self.sinks)
+            within = packed * block - max(0, g - (held - sinks))  # packed tokens that remain; below 0, sinks go too
+            blocks.append(max(0, within) // block)
+            border.append(max(0, within) % block)
+            left.append(sinks + min(0, within) + border[-1] + max(0, held - sinks - g))
+        if blocks != self.store.counts:
+            self._unpack(blocks, border, left)
+        else:
+            self._shrink(max(left))
+            for buffer in (self.keys, self.values):
+                for row, (new, old) in enumerate(zip(left, self.held, strict=True)):
+                    buffer[row, :, new:old] = 0  # what was taken back may hold NaN, and masks do not stop 0 * NaN
         self.rows, self.held = rows, left
 
-    def _unpack_last(self, short: list[int]) -> None:
-        """Decode each row's last blocks back to its recent tokens until at least ``short[row]`` of them are there."""
+    def _unpack(self, blocks: list[int], border: list[int], left: list[int]) -> None:
+        """Keep ``blocks[row]`` blocks of each row, and the first ``border[row]`` tokens of the next one as exact ones.
+
+        Only that one block of a row is ever decoded, however far back a crop goes.
+        """
         assert self.keys is not None and self.values is not None and self.store is not None
-        block = self.scheme.block
-        blocks = [min(-(-tokens // block), held) for tokens, held in zip(short, self.store.counts, strict=True)]
-        if not any(blocks):
-            return
-        total = [held + count * block for held, count in zip(self.held, blocks, strict=True)]
         view = self.store.view()
         sides = ((self.keys, self.scheme.key, self.key_params), (self.values, self.scheme.value, self.value_params))
         restored = []
         for side, (buffer, codec, params) in enumerate(sides):
-            wider = self._buffer(buffer, max(total))
-            for row, (held, count) in enumerate(zip(self.held, blocks, strict=True)):
-                begin, last = min(held, self.sinks), self.store.counts[row]
-                wider[row, :, :begin] = buffer[row, :, :begin]
-                if count:
-                    packed = {name: part[row] for name, part in view.read(last - count, last)[side].items()}
-                    tokens = codec.decode(packed, params).flatten(1, 2)
-                    wider[row, :, begin : begin + count * block] = tokens.to(buffer.dtype)
-                wider[row, :, begin + count * block : total[row]] = buffer[row, :, begin:held]
-            restored.append(wider)
+            fresh = self._buffer(buffer, max(left))
+            for row, (first, tokens, new, old) in enumerate(zip(blocks, border, left, self.held, strict=True)):
+                begin = min(old, self.sinks, new)
+                fresh[row, :, :begin] = buffer[row, :, :begin]
+                if tokens:
+                    packed = {name: part[row] for name, part in view.read(first, first + 1)[side].items()}
+                    decoded = codec.decode(packed, params).flatten(1, 2)[:, :tokens]
+                    fresh[row, :, begin : begin + tokens] = decoded.to(buffer.dtype)
+                recent = new - begin - tokens
+                fresh[row, :, begin + tokens : new] = buffer[row, :, begin : begin + recent]
+            restored.append(fresh)
         self.keys, self.values = restored
-        self.held = total
-        self.store.truncate([held - count for held, count in zip(self.store.counts, blocks, strict=True)])
+        self.store.truncate(blocks)
+        self.store.trim()
 
     @_outlasting
     def select_rows(self, index: torch.Tensor, rows: Rows | None = None) -> None:
@@ -435,6 +443,13 @@ class LayerCache:
             wider[:, :, :held] = buffer[:, :, :held]
             grown.append(wider)
         self.keys, self.values = grown
+
+    def _shrink(self, tokens: int) -> None:
+        """Give back room that a crop left unused, where it is more than growth keeps in hand."""
+        assert self.keys is not None and self.values is not None
+        if self.keys.shape[2] > max(self._most_exact(), tokens + tokens // 4 + 64):
+            room = max(self._most_exact(), tokens + tokens // 8 + 8)
+            self.keys, self.values = self.keys[:, :, :room].clone(), self.values[:, :, :room].clone()
 
 
 def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -178,6 +178,11 @@ class BlockStore:
         if self.in_order and len(set(counts)) == 1:
             self.used = self.longest * len(counts)
 
+    def trim(self) -> None:
+        """Give back the memory of blocks that no row refers to any more, where it is most of the pool."""
+        if 2 * sum(self.counts) < self.pool.shape[0]:
+            self._compact(self._alive())
+
     def drop_first(self, blocks: int) -> None:
         """Forget the first ``blocks`` of every row (sliding windows)."""
         self.table = self.table[:, blocks:].clone()

@@ -1,9 +1,9 @@
 """Attach kvbits to a model, make caches for it, and take everything off again.
 
 Nothing of Transformers is patched. What ``attach`` puts on one model: forward hooks on it and on the decoder inside
-it (they tell the cache of each call's padding, and when the call is over), the name of a kvbits attention function in its configs, and a
-wrapper around its ``prepare_inputs_for_generation`` that keeps it from losing its cache. ``enable`` adds one around
-``_prepare_cache_for_generation``. ``disable`` removes all of it.
+it (they tell the cache of each call's padding, and when the call is over), the name of a kvbits attention function in
+its configs, and a wrapper around its ``prepare_inputs_for_generation`` that keeps it from losing its cache. ``enable``
+adds one around ``_prepare_cache_for_generation``. ``disable`` removes all of it.
 """
 
 from __future__ import annotations
