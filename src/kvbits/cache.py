@@ -15,6 +15,7 @@ import torch
 
 from kvbits.attend import KVView
 from kvbits.codecs import Codec
+from kvbits.numerics.modes import without_autocast
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import BlockStore, Record
@@ -31,14 +32,14 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def _outlasting(method: _Method) -> _Method:
-    """Run ``method`` outside autograd and inference mode: what a cache holds changes later, in whatever mode that is.
+    """Run ``method`` outside autograd, inference mode and autocast: a cache changes later, in whatever mode that is.
 
     A tensor made under ``torch.inference_mode()`` could not be written to by a step under ``torch.no_grad()``.
     """
 
     @functools.wraps(method)
     def run(*args: object, **kwargs: object) -> object:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), without_autocast():
             return method(*args, **kwargs)
 
     return cast(_Method, run)
@@ -98,7 +99,7 @@ class LayerCache:
         """Add the columns of one call.
 
         Args:
-            keys, values: ``[B, H, q, Dk]`` and ``[B, H, q, Dv]``, fp32, bf16, fp16 or fp64.
+            keys, values: ``[B, H, q, Dk]`` and ``[B, H, q, Dv]``, each fp32, bf16, fp16 or fp64.
             rows: the columns after this call; default: ``q`` more, all of them text.
 
         Returns:
@@ -391,11 +392,9 @@ class LayerCache:
             )
         if keys.device != values.device:
             raise ValueError(f"{self.name}: keys are on {keys.device}, but values on {values.device}")
-        if keys.dtype != values.dtype or not keys.dtype.is_floating_point or keys.dtype.itemsize < 2:
-            raise ValueError(
-                f"{self.name}: keys {keys.dtype} and values {values.dtype} must share one of float32, bfloat16, "
-                "float16, float64"
-            )
+        for what, x in (("keys", keys), ("values", values)):  # under autocast they may differ: rotary in float32
+            if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+                raise ValueError(f"{self.name}: {what} are {x.dtype}; allowed are float32, bfloat16, float16, float64")
         if self.keys is None or self.values is None:
             return
         held = (self.keys.shape[0], self.keys.shape[1], self.keys.shape[3], self.values.shape[3])
@@ -405,16 +404,18 @@ class LayerCache:
                 f"{self.name}: the cache holds (rows, heads, key channels, value channels) = {held} and got {new}; "
                 "it belongs to another batch or another model: reset() it or make a new one"
             )
-        if (self.keys.dtype, self.keys.device) != (keys.dtype, keys.device):
+        kept, got = ((k.dtype, v.dtype, k.device) for k, v in ((self.keys, self.values), (keys, values)))
+        if kept != got:
             raise ValueError(
-                f"{self.name}: the cache holds {self.keys.dtype} on {self.keys.device} and got {keys.dtype} on "
-                f"{keys.device}; reset() it or make a new one"
+                f"{self.name}: the cache holds keys {kept[0]} and values {kept[1]} on {kept[2]} and got keys {got[0]} "
+                f"and values {got[1]} on {got[2]}; reset() it or make a new one, and keep to one dtype, in or out of "
+                "torch.autocast"
             )
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         batch, heads, _, channels = keys.shape
         scheme = self.scheme
-        record = Record.of(scheme.key, scheme.value, scheme.block, channels, values.shape[3], keys.dtype)
+        record = Record.of(scheme.key, scheme.value, scheme.block, channels, values.shape[3], keys.dtype, values.dtype)
         self.store = BlockStore(record, heads, batch, keys.device)
         self.keys, self.values = _zeros(keys, 0), _zeros(values, 0)
         self.held = [0] * batch

@@ -42,10 +42,19 @@ class Record:
     nbytes: int
 
     @staticmethod
-    def of(key: Codec, value: Codec, tokens: int, key_channels: int, value_channels: int, dtype: torch.dtype) -> Record:
-        """Lay the parts of both codecs one after the other."""
+    def of(
+        key: Codec,
+        value: Codec,
+        tokens: int,
+        key_channels: int,
+        value_channels: int,
+        key_dtype: torch.dtype,
+        value_dtype: torch.dtype | None = None,
+    ) -> Record:
+        """Lay the parts of both codecs one after the other. The dtypes are those of exact K and V; one is for both."""
         sides, offset = [], 0
-        for codec, channels in ((key, key_channels), (value, value_channels)):
+        value_dtype = value_dtype or key_dtype
+        for codec, channels, dtype in ((key, key_channels, key_dtype), (value, value_channels, value_dtype)):
             slots = []
             for part in codec.layout(tokens, channels, dtype):
                 slots.append(Slot(part, offset))

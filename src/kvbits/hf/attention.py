@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbits.attend import Call, choose
 from kvbits.hf.handle import packed_pair
+from kvbits.numerics.modes import without_autocast
 
 STOCK_OF = {"kvbits": "sdpa", "kvbits_eager": "eager"}
 """Our implementations, and the stock one that each hands over to."""
@@ -128,4 +129,6 @@ def attention(
     )
     kernel = choose(call)
     pair.trace.outcome = f"kernel {kernel.name}"
-    return kernel.run(call).transpose(1, 2).contiguous(), None
+    with without_autocast():
+        out = kernel.run(call)
+    return out.transpose(1, 2).contiguous(), None

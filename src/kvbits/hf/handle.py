@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from kvbits.attend import KVView
+from kvbits.numerics.modes import without_autocast
 
 
 class Trace:
@@ -34,7 +35,8 @@ class Pair:
         """Decoded K and V, ``[B, H, columns, D]``, decoded once."""
         if self._dense is None:
             self.trace.outcome = "decoded"
-            keys, values = self.view.dense()
+            with without_autocast():
+                keys, values = self.view.dense()
             self._dense = keys.contiguous(), values.contiguous()  # the strides that a handle claims to have
         return self._dense
 
