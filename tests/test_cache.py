@@ -506,15 +506,57 @@ def test_a_window_keeps_what_can_be_seen_and_drops_the_rest(window: int, padded:
         assert cache.dropped <= max(0, unseen) and cache.dropped % scheme.block == 0
         kept = min(cache.store.counts) * scheme.block
         assert kept <= scheme.block * 3 + window or padded  # memory follows the window, not the text
+        behind = [cache.dropped + blank * scheme.block for blank in cache.store.blank]
         full = cache.view()
         dense = full.dense()
         assert dense[0].shape[2] == full.kv_columns == cache.columns
         for got, wanted in zip(dense, plain.dense(), strict=True):  # dropped tokens are zero, the others there
             lost = (got == 0).all(dim=(1, 3)) & (wanted != 0).any(dim=1).any(-1)
-            assert lost.sum(-1).tolist() == [cache.dropped] * 2
+            assert lost.sum(-1).tolist() == behind
             assert torch.equal(got, wanted.masked_fill(lost[:, None, :, None], 0))
     assert cache.dropped > 0
     assert sum(cache.nbytes().values()) == real_bytes(cache)
+
+
+@pytest.mark.parametrize("padding", (150, 10**6), ids=("behind", "all-padding"))
+def test_a_row_does_not_keep_what_another_has_not_left_behind(padding: int) -> None:
+    """The second row is still in its first window, or has no text at all; later it gets some."""
+    scheme, window = Scheme.parse(f"int4,{SMALL}"), 40
+    cache, plain, most = LayerCache(scheme, window=window), PlainCache(scheme, sinks=0), 0
+    record = 0
+    for step in range(40):
+        keys, values = tokens(2, 16, step)
+        text = torch.ones(2, 16, dtype=torch.bool)
+        text[1] = torch.arange(cache.columns, cache.columns + 16) >= min(padding, 560)
+        rows = cache.rows.extend(2, 16, text)
+        offset = max(0, cache.columns - window + 1)
+        view, expected = cache.append(keys, values, rows), plain.append(keys, values, text)
+        assert_same(view, tuple(x[:, :, offset:] for x in expected))
+        assert cache.store is not None
+        record = cache.store.record.nbytes * HEADS
+        most = max(most, cache.store.pool.nbytes)
+        if step == 30:
+            cache.crop(20)
+            plain.crop(20)
+        if step == 33:
+            cache.select_rows(torch.tensor([1, 0, 0]))
+            plain.select([1, 0, 0])
+            cache.select_rows(torch.tensor([1, 0]))
+            plain.select([1, 0])
+    assert most <= record * 2 * (window // 32 + 4)  # of both rows; the first row's text alone has 20 blocks
+    behind = sum(cache.dropped + blank * scheme.block for blank in cache.store.blank)
+    assert cache.elements == HEADS * (KEY_CHANNELS + VALUE_CHANNELS) * (sum(cache.rows.counts) - behind)
+    with pytest.raises(ValueError, match="cannot take back 200 columns, the sliding window"):
+        cache.crop(200)
+
+
+def test_exact_tokens_are_left_behind_too() -> None:
+    cache, plain = LayerCache(Scheme.parse("exact"), window=100), PlainCache(Scheme.parse("exact"))
+    for step in range(60):
+        keys, values = tokens(2, 50, step)
+        offset = max(0, cache.columns - 99)
+        assert_same(cache.append(keys, values), tuple(x[:, :, offset:] for x in plain.append(keys, values, None)))
+    assert cache.elements <= 2 * HEADS * (KEY_CHANNELS + VALUE_CHANNELS) * (100 + 3 * 128)
 
 
 def test_a_window_can_step_back_by_a_block_and_refuses_more() -> None:

@@ -272,7 +272,7 @@ def test_enabled_without_a_scheme_only_quantized_calls_change() -> None:
 
 
 def test_sliding_layers_are_quantized_where_asked() -> None:
-    model = kvbits.enable(zoo.build("gemma3"), INT8, sliding=True)
+    model = kvbits.enable(zoo.build("gemma3", sliding_window=512), INT8, sliding=True)
     assert len(cache_of(generate(model), model).packed_layers) == 4
     assert len(cache_of(generate(model, cache_implementation="quantized"), model).packed_layers) == 4
     kvbits.enable(model, INT8)

@@ -575,3 +575,10 @@ def test_beams_of_a_model_whose_layers_all_stay_stock() -> None:
     with pytest.warns(UserWarning, match="packs nothing; pass sliding=True"):
         cache = kvbits.cache_for(model, "int4")
     assert torch.equal(model.generate(ids, **options, **{cache_name(model): cache}), expected)
+
+
+def test_a_scheme_that_keeps_whole_windows_exact_says_so() -> None:
+    model = zoo.build("mistral-window")
+    with pytest.warns(UserWarning, match="too short to save memory .* give a smaller residual="):
+        cache = kvbits.cache_for(model, "int4", sliding=True)
+    assert [type(layer) for layer in cache.layers] == [type(layer) for layer in stock_cache(model).layers]

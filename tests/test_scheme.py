@@ -301,3 +301,23 @@ def test_the_catalogue_covers_every_method_and_recommends_one_of_its_own() -> No
     for kind in CODEC_CLASSES:
         for bits in getattr(kind, "allowed_bits", ()):
             assert f"{kind.name}{bits}" in BY_NAME  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "window", "expected"),
+    [
+        ("int4", 4096, "int4"),
+        ("int4", 1024, "int4"),
+        ("int4", 512, "int4,block=64"),
+        ("int4", 256, "int4,block=32"),
+        ("int4", 128, "exact"),  # of which the residual is all
+        ("kivi2", 1024, "kivi2"),
+        ("kivi2", 256, "kivi2,block=32"),
+        ("int8,residual=0,block=256", 512, "int8,residual=0,block=64"),
+        ("k=int4-channel-gs128,v=int4", 512, "exact"),  # whose groups allow no shorter block
+        ("exact", 64, "exact"),
+        ("exact,residual=4,block=32", 16, "exact,residual=4,block=32"),
+    ],
+)
+def test_a_scheme_for_a_window(scheme: str, window: int, expected: str) -> None:
+    assert str(Scheme.parse(scheme).for_window(window)) == expected

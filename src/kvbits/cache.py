@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -55,7 +56,7 @@ class Before(NamedTuple):
     counts: tuple[int, ...]
     params: tuple[Params, Params]
     fitted: bool
-    dropped: int
+    lost: tuple[int, ...]
 
 
 class LayerCache:
@@ -71,6 +72,8 @@ class LayerCache:
     def __init__(self, scheme: Scheme, window: int | None = None, name: str = "layer") -> None:
         if scheme.overrides:
             raise ValueError(f"{scheme} has overrides: give a layer its own scheme, Scheme.for_layer(index, count)")
+        if window is not None and not scheme.packs:
+            scheme = replace(scheme, residual=window)  # what is packed, here as it is, can be left behind
         self.scheme, self.window, self.name = scheme, window, name
         self.sinks = scheme.sinks if window is None else 0
         self.reset()
@@ -231,11 +234,25 @@ class LayerCache:
         if self.window is None or self.store is None or not self.store.longest:
             return
         # One block more than the window needs stays, so that speculative decoding can step back.
-        unseen = min(self.rows.counts) - (self.window - 1) - self.scheme.block - self.dropped
-        blocks = min(max(0, unseen) // self.scheme.block, min(self.store.counts))
-        if blocks:
-            self.store.drop_first(blocks)
-            self.dropped += blocks * self.scheme.block
+        seen_from = [tokens - (self.window - 1) - self.scheme.block - self.dropped for tokens in self.rows.counts]
+        blocks = [
+            min(max(0, first) // self.scheme.block, held)
+            for first, held in zip(seen_from, self.store.counts, strict=True)
+        ]
+        common = min(blocks)
+        if common:
+            self.store.drop_first(common)
+            self.dropped += common * self.scheme.block
+        # All rows count from the same dropped tokens on. A row that is ahead of another (of one that is all padding,
+        # say) leaves its blocks behind by itself.
+        for row, count in enumerate(blocks):
+            self.store.blank_first(row, count - common)
+        self.store.trim()
+
+    def _lost(self) -> list[int]:
+        """Own tokens of each row that a window has left behind."""
+        assert self.store is not None
+        return [self.dropped + blank * self.scheme.block for blank in self.store.blank]
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -282,7 +299,8 @@ class LayerCache:
         """Elements of K and V of all own tokens that are still held."""
         if self.keys is None or self.values is None:
             return 0
-        tokens = sum(self.rows.counts) - self.dropped * self.rows.batch
+        assert self.store is not None
+        tokens = sum(self.rows.counts) - sum(self._lost())
         return tokens * self.keys.shape[1] * (self.keys.shape[3] + self.values.shape[3])
 
     # -- changing --------------------------------------------------------------------------------------------------
@@ -290,8 +308,9 @@ class LayerCache:
     def before(self) -> Before:
         """What :meth:`undo` needs to take back the next :meth:`append`."""
         counts = () if self.store is None else tuple(self.store.counts)
+        lost = () if self.store is None else tuple(self._lost())
         params = (self.key_params, self.value_params)
-        return Before(self.rows, self.keys, self.values, self.held, counts, params, self.fitted, self.dropped)
+        return Before(self.rows, self.keys, self.values, self.held, counts, params, self.fitted, lost)
 
     @_outlasting
     def undo(self, before: Before) -> bool:
@@ -300,7 +319,7 @@ class LayerCache:
             self.reset()
             return True
         assert self.store is not None
-        if self.dropped != before.dropped:
+        if tuple(self._lost()) != before.lost:
             return False
         if tuple(self.store.counts) == before.counts:
             self.crop(self.columns - before.rows.columns, before.rows)
@@ -324,7 +343,11 @@ class LayerCache:
             return
         rows = self.rows.crop(columns) if rows is None else rows
         gone = [old - new for old, new in zip(self.rows.counts, rows.counts, strict=True)]
-        if self.dropped and any(new - (self.window or 0) + 1 < self.dropped for new in rows.counts):
+        if (
+            self.window is not None
+            and self.store is not None
+            and any(lost and new - self.window + 1 < lost for new, lost in zip(rows.counts, self._lost(), strict=True))
+        ):
             raise ValueError(
                 f"{self.name}: cannot take back {columns} columns, the sliding window of {self.window} tokens has "
                 f"left behind what the rest would see; at most {self.scheme.block} can be taken back"

@@ -26,6 +26,9 @@ SINK_TOKENS = 4
 BLOCK_TOKENS = 128
 BLOCKS = (32, 64, 128, 256)
 
+_EXACT_BITS = 16
+"""Of an exact element, for estimates."""
+
 _OPTIONS = ("residual", "sinks", "block")
 
 
@@ -115,6 +118,29 @@ class Scheme:
         elif residual is None:
             residual = RESIDUAL_TOKENS
         return replace(plain, key=found.key, value=found.value, residual=residual)
+
+    def for_window(self, window_tokens: int) -> Scheme:
+        """This scheme for a layer that sees no further back than a window, where exact tokens are few anyway.
+
+        With blocks as much shorter as it takes to need less memory than the exact window; else ``exact``: where most
+        of the window is residual, packing the rest saves nothing. A scheme that packs exact tokens is left as it is.
+        """
+        if not self.packs or (isinstance(self.key, Exact) and isinstance(self.value, Exact)):
+            return self
+        for block in sorted((b for b in BLOCKS if b <= self.block), reverse=True):
+            if all(block % codec.block_multiple == 0 for codec in (self.key, self.value)):
+                scheme = replace(self, block=block, overrides=())
+                if scheme._window_bits(window_tokens) <= 0.95 * (window_tokens - 1) * 2 * _EXACT_BITS:
+                    return scheme
+        return Scheme(Exact(), Exact(), residual=None, sinks=self.sinks, block=self.block)
+
+    def _window_bits(self, window_tokens: int) -> float:
+        """Most bits that a channel of K and one of V need together under a window: see ``LayerCache._slide``."""
+        assert self.residual is not None
+        block, bits = self.block, sum(c.bits_per_element(self.block, 64) for c in (self.key, self.value))
+        # One block may be left behind in part, one stays for steps back, one comes before one goes; an eighth is spare.
+        packed = max(0, window_tokens - 1 - self.residual) + 3 * block
+        return 2 * _EXACT_BITS * (self.residual + block - 1) + bits * packed * 9 / 8
 
     def __str__(self) -> str:
         exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)

@@ -47,7 +47,8 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
     Args:
         model: a decoder-only Transformers model.
         scheme: such as ``"int4"``, ``"kivi2,residual=64"``, or a :class:`kvbits.Scheme`.
-        sliding: quantize sliding-window layers too; they stay exact, in the model's own type, by default.
+        sliding: quantize sliding-window layers too; they stay exact, in the model's own type, by default. So do those
+            whose window is too short for the scheme to save memory (see :meth:`kvbits.Scheme.for_window`).
 
     Raises:
         TypeError: if ``model`` is no Transformers model.
@@ -64,13 +65,21 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
         window = getattr(stock, "sliding_window", None) if sliding else None
         if index in crossing:
             continue
-        if type(stock) is DynamicLayer or (type(stock) is DynamicSlidingWindowLayer and window is not None):
+        if window is not None:
+            own = own.for_window(window)
+        slides = type(stock) is DynamicSlidingWindowLayer and window is not None and own.packs
+        if type(stock) is DynamicLayer or slides:
             name = f"layer {index}"
             layers[index] = PackedLayer(LayerCache(own, window, name), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
+        hint = "pass sliding=True to pack such layers too"
+        if sliding:
+            hint = (
+                "these windows are too short to save memory beside what a scheme keeps exact; give a smaller residual="
+            )
         warnings.warn(
             f"every layer of {type(model).__name__} has a sliding window and stays exact, so {scheme} packs nothing; "
-            "pass sliding=True to pack such layers too",
+            f"{hint}",
             UserWarning,
             stacklevel=2,
         )

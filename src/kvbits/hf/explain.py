@@ -75,11 +75,11 @@ def explain(model: PreTrainedModel, scheme: str | Scheme, *, sliding: bool = Fal
     shown = cache_for(model, scheme, sliding=sliding)
     paths = []
     for index, (layer, real) in enumerate(zip(cache.layers, shown.layers, strict=True)):
-        if isinstance(layer, PackedLayer):
+        if isinstance(layer, PackedLayer) and isinstance(real, PackedLayer):
             step = layer.trace.outcome
             paths.append(LayerPath(index, str(real.core.scheme), step, _why(model, step)))
         else:
-            kind = type(layer).__name__
+            kind = type(real).__name__
             paths.append(LayerPath(index, f"{kind}, exact", "own", "not a full-attention layer: the model's own cache"))
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     prompt = STOCK_OF.get(implementation, implementation)
