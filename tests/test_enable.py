@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
 from collections.abc import Callable
@@ -328,6 +329,61 @@ def test_disable_leaves_nothing_behind(name: str, implementation: str, turn_on: 
     assert type(cache_of(got, model)) is hf.DynamicCache
     assert_same_run(got, right)
     kvbits.disable(model)  # again is harmless
+
+
+METHODS = ["prepare_inputs_for_generation", "_prepare_cache_for_generation"]
+
+
+def counting(inner: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    calls = [0]
+
+    @functools.wraps(inner)
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return inner(*args, **kwargs)
+
+    return mine, calls
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_that_the_user_has_replaced_run_and_stay(method: str) -> None:
+    """As PEFT replaces them on a model."""
+    model = zoo.build("llama")
+    right = generate(model, 3)
+    mine, calls = counting(getattr(model, method))
+    setattr(model, method, mine)
+    generate(model, 3)
+    expected = calls[0]
+    assert expected > 0
+    for _ in range(2):
+        kvbits.enable(model)
+        kvbits.enable(model, INT8)
+        calls[0] = 0
+        generate(model, 3, cache_implementation="dynamic")
+        assert calls[0] == expected
+        calls[0] = 0
+        generate(model, 3)
+        assert calls[0] == (expected if method == METHODS[0] else 0)  # the cache is made by kvbits
+        kvbits.disable(model)
+        assert vars(model)[method] is mine
+    calls[0] = 0
+    assert_same_run(generate(model, 3), right)
+    assert calls[0] == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_that_the_user_replaces_afterwards_stay(method: str) -> None:
+    model = kvbits.enable(zoo.build("llama"), INT8)
+    mine, calls = counting(getattr(model, method))
+    setattr(model, method, mine)
+    assert isinstance(cache_of(generate(model, 3), model), KVCache)
+    assert calls[0] > 0
+    kvbits.disable(model)
+    assert vars(model)[method] is mine
+    assert type(cache_of(generate(model, 3), model)) is hf.DynamicCache
+    assert traces(model) == [f".{method}"]  # the user's own
+    kvbits.enable(model, INT8)
+    assert isinstance(cache_of(generate(model, 3), model), KVCache)
 
 
 def test_a_cache_outlives_neither_disable_nor_silence() -> None:

@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -127,8 +127,8 @@ def attach(model: PreTrainedModel) -> Attachment:
             announce = _Announcer(module, found if module is model else None)
             found.hooks.append(module.register_forward_pre_hook(announce, with_kwargs=True))
             found.hooks.append(module.register_forward_hook(announce.end, with_kwargs=True, always_call=True))
-        if hasattr(model, "prepare_inputs_for_generation"):
-            model.prepare_inputs_for_generation = _PrepareInputs(model)
+        if hasattr(model, _PrepareInputs.name):
+            _stand_before(model, _PrepareInputs)
     _set_attention(model, found)
     return found
 
@@ -163,9 +163,14 @@ def enable(model: PreTrainedModel, scheme: str | Scheme | None = None, *, slidin
     cache_for(model, scheme or RECOMMENDED, sliding=sliding)  # refuses now rather than at the first call
     attachment = attach(model)
     attachment.scheme, attachment.sliding = scheme, sliding
-    if hasattr(model, "_prepare_cache_for_generation"):
-        model._prepare_cache_for_generation = _PrepareCache(model)
+    if hasattr(model, _PrepareCache.name):
+        _stand_before(model, _PrepareCache)
     return model
+
+
+def _stand_before(model: PreTrainedModel, wrapper: type[_Wrapper]) -> None:
+    if not isinstance(vars(model).get(wrapper.name), wrapper):
+        setattr(model, wrapper.name, wrapper(model))
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -180,20 +185,44 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     for config, stock in attachment.implementations:
         if config._attn_implementation in STOCK_OF:
             config._attn_implementation_internal = stock
-    for name in ("_prepare_cache_for_generation", "prepare_inputs_for_generation"):
-        vars(model).pop(name, None)
+    for wrapper in (_PrepareCache, _PrepareInputs):
+        ours = vars(model).get(wrapper.name)
+        if not isinstance(ours, wrapper):
+            continue  # never put there, or the user has put another in its place since
+        if ours.own is None:
+            del vars(model)[wrapper.name]
+        else:
+            setattr(model, wrapper.name, ours.own)
     return model
 
 
-class _PrepareCache:
-    """Stands before one model's ``_prepare_cache_for_generation`` and answers where a kvbits cache is asked for."""
+class _Wrapper:
+    """Stands before one method of one model, or before what the user (PEFT, for one) has put in its place."""
+
+    name: ClassVar[str]
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.own = vars(model).get(self.name)
+        self.__signature__ = inspect.signature(getattr(model, self.name))
+        self.takes = inspect.signature(getattr(type(model), self.name).__get__(model))
+
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model does without kvbits."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+
+
+class _PrepareCache(_Wrapper):
+    """Stands before one model's ``_prepare_cache_for_generation`` and answers where a kvbits cache is asked for."""
+
+    name = "_prepare_cache_for_generation"
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        model, attachment = self.model, attach(self.model)
-        stock = type(model)._prepare_cache_for_generation
+        model, attachment = self.model, vars(self.model).get(_ATTRIBUTE)
+        if attachment is None:  # disabled, while a wrapper of the user's around this one stays
+            return self.stock(generation_config, model_kwargs, *args, **kwargs)
         given = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
         scheme: Scheme | None = None
         if not given and generation_config.use_cache is not False:
@@ -202,7 +231,7 @@ class _PrepareCache:
             elif generation_config.cache_implementation is None:
                 scheme = attachment.scheme
         if scheme is None:
-            return stock(model, generation_config, model_kwargs, *args, **kwargs)
+            return self.stock(generation_config, model_kwargs, *args, **kwargs)
         cache = cache_for(model, scheme, sliding=attachment.sliding)
         model_kwargs[cache_name(model)] = cache
         if getattr(generation_config, "is_assistant", False):
@@ -210,20 +239,18 @@ class _PrepareCache:
         return None
 
 
-class _PrepareInputs:
+class _PrepareInputs(_Wrapper):
     """Stands before ``prepare_inputs_for_generation`` of models that may throw the caller's cache away.
 
     Phi-3 and its relatives do so, silently, where a text outgrows their short rotary factors: generation would go on
     with an exact cache of their own. The cache is emptied and kept instead, and reads the whole text again.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.__signature__ = inspect.signature(type(model).prepare_inputs_for_generation.__get__(model))
+    name = "prepare_inputs_for_generation"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
-        bound = {**self.__signature__.bind(*args, **kwargs).arguments, **kwargs}
+        inputs = self.stock(*args, **kwargs)
+        bound = {**self.takes.bind(*args, **kwargs).arguments, **kwargs}
         given = next((c for c in map(bound.get, _CACHE_NAMES) if isinstance(c, KVCache)), None)
         if given is not None and bound.get("use_cache") is False:
             raise ValueError(
@@ -235,7 +262,7 @@ class _PrepareInputs:
             if bound.get("cache_position") is not None:  # early releases would read the last token alone
                 columns = torch.arange(bound["input_ids"].shape[1], device=bound["input_ids"].device)
                 again = {**kwargs, "cache_position": columns}
-                inputs = type(self.model).prepare_inputs_for_generation(self.model, *args, **again)
+                inputs = self.stock(*args, **again)
             inputs[cache_name(self.model)] = given
         return inputs
 
