@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
@@ -99,3 +104,51 @@ def test_types_of_keys_and_of_values_stay_what_they_are() -> None:
         ValueError, match=r"layer 2: the cache holds keys torch\.float32 and values torch\.bfloat16 on .*autocast"
     ):
         cache.append(x, x)
+
+
+# -- inference mode ----------------------------------------------------------------------------------------------------
+
+
+def call(model: hf.PreTrainedModel, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, **{cache_name(model): cache})[0]
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copied": copy.deepcopy,
+    "pickled": lambda cache: pickle.loads(pickle.dumps(cache)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("scheme", ["exact", INT8])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_a_cache_copied_under_inference_mode_goes_on_in_any_mode(scheme: str, how: str, padding: int) -> None:
+    model, (ids, mask) = zoo.build("gemma3"), zoo.padded_prompt(2, 60, padding)
+    results = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = kvbits.cache_for(model, scheme)
+        with mode():
+            model(input_ids=ids[:, :44], attention_mask=mask[:, :44], **{cache_name(model): cache})
+            cache = COPIES[how](cache)
+        logits = []
+        for end in range(45, 61):
+            with torch.no_grad():
+                new = {cache_name(model): cache, "attention_mask": mask[:, :end]}
+                logits.append(model(input_ids=ids[:, end - 1 : end], **new).logits)
+            if end == 47:
+                cache.reorder_cache(torch.tensor([1, 1]))
+                ids, mask = ids[[1, 1]], mask[[1, 1]]
+        results.append(torch.cat(logits))
+        ids, mask = zoo.padded_prompt(2, 60, padding)
+    assert torch.equal(*results)
+
+
+def test_a_layer_copied_under_inference_mode_can_be_cropped() -> None:
+    core = LayerCache(Scheme.parse(INT8))
+    core.append(*torch.randn(2, 1, 2, 300, 64))
+    with torch.inference_mode():
+        twin = copy.deepcopy(core)
+    for each in (core, twin):
+        each.crop(2)
+        each.crop(100)
+    stored.assert_same(stored.row_of(core, 0), stored.row_of(twin, 0))

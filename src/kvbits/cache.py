@@ -39,9 +39,10 @@ def _outlasting(method: _Method) -> _Method:
     """
 
     @functools.wraps(method)
-    def run(*args: object, **kwargs: object) -> object:
+    def run(self: LayerCache, *args: object, **kwargs: object) -> object:
         with torch.inference_mode(False), torch.no_grad(), without_autocast():
-            return method(*args, **kwargs)
+            self._adopt()
+            return method(self, *args, **kwargs)
 
     return cast(_Method, run)
 
@@ -404,6 +405,14 @@ class LayerCache:
         self.keys, self.values = self.keys.index_select(0, chosen), self.values.index_select(0, chosen)
         self.held = [self.held[row] for row in index.tolist()]
         self.store.select_rows(index)
+
+    def _adopt(self) -> None:
+        """Take tensors that may be changed: a copy made under ``torch.inference_mode()`` has others."""
+        if self.keys is None or self.values is None or not self.keys.is_inference():
+            return
+        assert self.store is not None
+        self.keys, self.values = self.keys.clone(), self.values.clone()
+        self.store.pool, self.store.table = self.store.pool.clone(), self.store.table.clone()
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 
