@@ -858,3 +858,18 @@ def test_infinities_of_every_dtype_are_refused(dtype: torch.dtype) -> None:
     keys[0, 0, 50, 0] = torch.inf
     with pytest.raises(ValueError, match="NaN, infinite"):
         cache.append(keys, values)
+
+
+@pytest.mark.parametrize("scheme", ("int8", "int4", "int2", "kivi2", "nf4", "hqq4", "fp8", "fp8-static"))
+def test_what_is_taken_out_of_a_block_stays_finite(scheme: str) -> None:
+    """Errors above the largest float16 saturate; else one crop would put an infinity among the exact tokens."""
+    cache = LayerCache(Scheme.parse(f"{scheme},residual=0,sinks=0,block=32"))
+    generator, largest = torch.Generator().manual_seed(0), torch.finfo(torch.float16).max
+    x = (torch.rand(1, 1, 64, 64, generator=generator) * 2 - 1) * largest
+    x[..., ::7, :8], x[..., 3, 5] = largest, -largest
+    cache.append(x.half(), x.half())
+    cache.crop(5)
+    assert cache.keys is not None and cache.values is not None
+    assert bool(cache.keys.isfinite().all() and cache.values.isfinite().all())
+    assert cache.keys.abs().max() > largest / 2
+    cache.append(x.half(), x.half())

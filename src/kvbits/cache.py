@@ -16,6 +16,7 @@ import torch
 
 from kvbits.attend import KVView
 from kvbits.codecs import Codec
+from kvbits.numerics.cast import narrow
 from kvbits.numerics.modes import without_autocast
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
@@ -387,7 +388,7 @@ class LayerCache:
                 if tokens:
                     packed = {name: part[row] for name, part in view.read(first, first + 1)[side].items()}
                     decoded = codec.decode(packed, params).flatten(1, 2)[:, :tokens]
-                    fresh[row, :, begin : begin + tokens] = decoded.to(buffer.dtype)
+                    fresh[row, :, begin : begin + tokens] = narrow(decoded, buffer.dtype)
                 recent = new - begin - tokens
                 fresh[row, :, begin + tokens : new] = buffer[row, :, begin : begin + recent]
             restored.append(fresh)
