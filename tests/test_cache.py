@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -873,3 +875,39 @@ def test_what_is_taken_out_of_a_block_stays_finite(scheme: str) -> None:
     assert bool(cache.keys.isfinite().all() and cache.values.isfinite().all())
     assert cache.keys.abs().max() > largest / 2
     cache.append(x.half(), x.half())
+
+
+# -- static scales -----------------------------------------------------------------------------------------------------
+
+
+def test_a_static_scale_waits_for_what_is_not_zero() -> None:
+    """Each side by itself; blocks of zeros stay zeros whatever is learned later."""
+    cache = LayerCache(Scheme.parse("fp8-static,residual=0,sinks=0,block=32"))
+    zeros, generator = torch.zeros(1, 2, 64, 8), torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 64, 8, generator=generator) * 1e-4
+    for keys, values, fitted in ((zeros, zeros, (False, False)), (x, zeros, (True, False)), (x, x, (True, True))):
+        cache.append(keys, values)
+        assert cache.fitted == fitted
+    keys, values = cache.view().dense()
+    assert not keys[:, :, :64].any() and not values[:, :, :128].any()
+    for got in (keys[:, :, 64:128], keys[:, :, 128:], values[:, :, 128:]):
+        assert (got - x).norm() <= 0.04 * x.norm()
+    learned = cache.key_params["scale"].clone()
+    cache.append(x * 3, zeros)
+    assert torch.equal(cache.key_params["scale"], learned)
+
+
+def test_saturation_warns_once_for_each_layer_and_tensor() -> None:
+    x = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(0))
+    for name in ("layer 0", "layer 1"):
+        cache = LayerCache(Scheme.parse("fp8-static,residual=0,sinks=0,block=32"), name=name)
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for factor in (1, 2, 100, 200, 300):
+                    cache.append(x * factor, x * (factor if factor != 200 else 400))
+            said = [str(warning.message) for warning in caught]
+            assert len(said) == 2 and all(warning.category is RuntimeWarning for warning in caught)
+            for what, message in zip(("keys", "values"), said, strict=True):
+                assert re.match(rf"{name}, {what}: a value of magnitude [\d.e+]+ saturates at .* use fp8", message)
+            cache.reset()

@@ -8,6 +8,7 @@ share of one block. Only ``crop`` into a packed block decodes it, and puts its t
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar, cast
@@ -57,7 +58,7 @@ class Before(NamedTuple):
     held: list[int]
     counts: tuple[int, ...]
     params: tuple[Params, Params]
-    fitted: bool
+    fitted: tuple[bool, bool]
     lost: tuple[int, ...]
 
 
@@ -89,7 +90,8 @@ class LayerCache:
         self.store: BlockStore | None = None
         self.key_params: Params = {}
         self.value_params: Params = {}
-        self.fitted = False
+        self.fitted = (False, False)
+        self.warned: set[str] = set()
         self.dropped = 0
 
     @property
@@ -166,12 +168,13 @@ class LayerCache:
         blocks = [self._packable(tokens) for tokens in total]
         # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
         ranges = [(None, blocks[0])] if rows.valid is None else list(enumerate(blocks))
-        params = (self.key_params, self.value_params)
-        if not self.fitted:
-            params = (
-                self.scheme.key.fit(self._first_packed(work[0], ranges)),
-                self.scheme.value.fit(self._first_packed(work[1], ranges)),
-            )
+        params, fitted = [self.key_params, self.value_params], list(self.fitted)
+        for side, codec in enumerate((self.scheme.key, self.scheme.value)):
+            if not fitted[side]:
+                samples = self._first_packed(work[side], ranges)
+                params[side] = codec.fit(samples)
+                # All zeros say nothing of what will come, and stay zeros under any other parameters.
+                fitted[side] = not params[side] or bool(samples.any())
         encoded = [
             (row, self._encode(work[0], row, count, self.scheme.key, params[0], "keys"),
              self._encode(work[1], row, count, self.scheme.value, params[1], "values"))
@@ -182,7 +185,7 @@ class LayerCache:
         left = [tokens - count * self.scheme.block for tokens, count in zip(total, blocks, strict=True)]
         rest = [self._rest(x, total, left) for x in work]
         # Nothing below allocates or can fail.
-        self.rows, self.held, self.fitted = rows, total, True
+        self.rows, self.held, self.fitted = rows, total, (fitted[0], fitted[1])
         self.key_params, self.value_params = params
         view = self._view(work[0], work[1], offset)
         for row, packed_keys, packed_values in encoded:
@@ -216,6 +219,9 @@ class LayerCache:
                     f"{limit:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model is "
                     "broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
                 )
+            if params and what not in self.warned and (warning := codec.saturation(piece, params)):
+                self.warned.add(what)
+                warnings.warn(f"{self.name}, {what}: {warning}", RuntimeWarning, stacklevel=2)
             packed.append(codec.encode(piece, params))
         return packed
 
