@@ -152,3 +152,69 @@ def test_a_layer_copied_under_inference_mode_can_be_cropped() -> None:
         each.crop(2)
         each.crop(100)
     stored.assert_same(stored.row_of(core, 0), stored.row_of(twin, 0))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+CHUNKS = ((0, 44), (44, 47), *((i, i + 1) for i in range(47, 60)))
+PASSING = ["llama", "gemma3", "falcon-new", "diffllama", "gpt-oss", "bloom", "qwen3-next"]
+
+
+@pytest.mark.parametrize("scheme", ["exact", INT8])
+@pytest.mark.parametrize("name", PASSING)
+def test_calls_run_with_gradients_on_as_without(name: str, scheme: str) -> None:
+    model, ids = zoo.build(name), zoo.prompt(2, 60)
+    caches = [kvbits.cache_for(model, scheme) for _ in range(2)]
+    for begin, end in CHUNKS:
+        with torch.no_grad():
+            right = call(model, caches[0], ids[:, begin:end])
+        got = call(model, caches[1], ids[:, begin:end])
+        assert got.requires_grad
+        # With gradients on, torch may choose another order of the same sums.
+        assert (got - right).abs().max() <= 1e-5 * right.abs().max()
+
+
+@pytest.mark.parametrize("scheme", ["exact", INT8])
+@pytest.mark.parametrize("name", PASSING)
+def test_a_backward_through_a_cache_is_refused(name: str, scheme: str) -> None:
+    """Over exact and over packed history, after further calls and without: never a part of a gradient."""
+    model, ids = zoo.build(name), zoo.prompt(2, 60)
+    for last in (2, 3, len(CHUNKS)):
+        cache = kvbits.cache_for(model, scheme)
+        losses = [call(model, cache, ids[:, begin:end]).square().mean() for begin, end in CHUNKS[:last]]
+        for loss in (losses[-1], sum(losses)):
+            with pytest.raises(RuntimeError, match=r"gradients do not flow through a kvbits cache.* torch\.no_grad"):
+                loss.backward(retain_graph=True)
+
+
+def test_a_prompt_alone_has_its_gradients() -> None:
+    ids, gradients = zoo.prompt(2, 60), []
+    for scheme in (None, "exact", INT8):
+        model = zoo.build("llama")
+        cache = hf.DynamicCache(config=model.config) if scheme is None else kvbits.cache_for(model, scheme)
+        call(model, cache, ids).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for got in gradients[1:]:
+        stored.assert_same(tuple(got), tuple(gradients[0]))
+
+
+def test_gradients_of_a_prompt_are_not_lost_by_later_calls_without() -> None:
+    """A soft prompt over frozen weights: what later calls see of it has a gradient, which the cache does not have."""
+    model = zoo.build("llama").requires_grad_(False)
+    soft = torch.randn(1, 50, 48, requires_grad=True)
+    for scheme in ("exact", INT8):
+        cache = kvbits.cache_for(model, scheme)
+        model(inputs_embeds=soft, **{cache_name(model): cache})
+        loss = call(model, cache, zoo.prompt(1, 3)).square().mean()
+        with pytest.raises(RuntimeError, match="gradients do not flow"):
+            loss.backward()
+        cache.reset()
+        call(model, cache, zoo.prompt(1, 50))
+        assert not call(model, cache, zoo.prompt(1, 3)).requires_grad
+
+
+def test_frozen_models_leave_no_graph() -> None:
+    model = zoo.build("llama").requires_grad_(False)
+    cache = kvbits.cache_for(model, INT8)
+    for begin, end in CHUNKS:
+        assert not call(model, cache, zoo.prompt(1, 60)[:, begin:end]).requires_grad

@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbits.attend import Call, choose
+from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import packed_pair
 from kvbits.numerics.modes import without_autocast
 
@@ -119,16 +120,19 @@ def attention(
     if pair is None or why_decode(module, dropout, options):
         function = stock_function(module, stock)
         return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+    sinks = options.get("s_aux")
     call = Call(
-        query,
+        query.detach(),
         pair.view,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
-        mask=attention_mask,
+        mask=None if attention_mask is None else attention_mask.detach(),
         softcap=options.get("softcap"),
-        sink_logits=options.get("s_aux"),
+        sink_logits=None if sinks is None else sinks.detach(),
     )
     kernel = choose(call)
     pair.trace.outcome = f"kernel {kernel.name}"
-    with without_autocast():
+    with torch.no_grad(), without_autocast():
         out = kernel.run(call)
+    if torch.is_grad_enabled() and (query.requires_grad or pair.ends_gradients):
+        out = end_of_gradients(out)
     return out.transpose(1, 2).contiguous(), None

@@ -11,6 +11,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvbits.cache import Before, LayerCache
+from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
@@ -113,6 +114,7 @@ class PackedLayer(CacheLayerMixin):
         self.is_initialized = False
         self.trace = Trace()
         self.before: Before | None = None
+        self.swallowed = False
         self._forward = 0
 
     def __repr__(self) -> str:
@@ -150,11 +152,15 @@ class PackedLayer(CacheLayerMixin):
         self.before = undo if cut or undo.keys is None else undo._replace(keys=self.core.keys, values=self.core.values)
         self._forward, self.is_initialized = self.columns.forward, True
         self.trace.outcome = "stock"
+        if torch.is_grad_enabled():
+            self.swallowed = self.swallowed or key_states.requires_grad or value_states.requires_grad
         if before == 0:
             return key_states, value_states  # attention over a prompt uses the exact K and V it has just computed
+        ends = self.swallowed and torch.is_grad_enabled()
         if view.blocks.longest == 0:
-            return view.dense()
-        return Pair(view, self.trace).handles()
+            keys, values = view.dense()
+            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
+        return Pair(view, self.trace, ends).handles()
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Length and offset of the mask for the next call."""
@@ -180,7 +186,7 @@ class PackedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.core.reset()
-        self.is_initialized, self.before = False, None
+        self.is_initialized, self.before, self.swallowed = False, None, False
         self._forward = self.columns.forward
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
