@@ -214,6 +214,40 @@ def test_json_with_other_fields_is_refused(change: dict[str, object]) -> None:
         Scheme.from_json(data)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"residual": []}, r"residual=\[\] is not a number of tokens"),
+        ({"residual": {}}, r"residual=\{\} is not a number of tokens"),
+        ({"residual": False}, "residual=False is not a number of tokens"),
+        ({"residual": 0.0}, "residual=0.0 is not a number of tokens"),
+        ({"sinks": None}, "sinks=None is not a number of tokens"),
+        ({"block": 128.0}, r"block=128.0 is not a block length; allowed are \(32, 64"),
+        ({"block": [128]}, r"block=\[128\] is not a block length"),
+        ({"key": 4}, "4 is not the name of a codec; give a string such as 'int4'"),
+        ({"value": None}, "None is not the name of a codec"),
+        ({"overrides": None}, "overrides=None is not a list"),
+        ({"overrides": {"layers": [0]}}, "overrides=.* is not a list"),
+        ({"overrides": [{}]}, r"an override has the fields \['key', 'layers', 'value'\], not \[\]"),
+        ({"overrides": [None]}, r"an override has the fields .* got None"),
+        ({"overrides": [{"layers": [0], "key": "int4"}]}, r"not \['key', 'layers'\]"),
+        ({"overrides": [{"layers": [0], "key": "int4", "value": "int4", 5: 1}]}, r"an override has the fields"),
+        ({"overrides": [{"layers": 0, "key": "int4", "value": "int4"}]}, "layers=0 names no layers"),
+        ({"overrides": [{"layers": [0.0], "key": "int4", "value": "int4"}]}, "names no layers"),
+    ],
+    ids=str,
+)
+def test_json_of_another_type_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scheme.from_json({**Scheme.parse("int4").to_json(), **change})
+
+
+def test_json_that_is_no_object_is_refused() -> None:
+    for data in (None, [], "int4"):
+        with pytest.raises(ValueError, match="a scheme has the fields"):
+            Scheme.from_json(data)  # type: ignore[arg-type]
+
+
 def test_json_is_validated_like_text() -> None:
     data = Scheme.parse("int4").to_json()
     with pytest.raises(ValueError, match="unknown scheme 'int7'"):
