@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +201,21 @@ def test_plain_forwards_use_it_too() -> None:
         right = model(input_ids=ids[:, 48:], **{cache_name(model): explicit})
     assert torch.equal(second.logits, right.logits)
     assert cache_of(model(input_ids=ids, use_cache=False), model) is None
+
+
+def test_forwards_with_arguments_by_position() -> None:
+    model, ids = kvbits.enable(zoo.build("llama"), INT8), zoo.prompt(1, 50)
+    names = list(inspect.signature(model.forward).parameters)
+    position = names.index(cache_name(model))
+    with torch.no_grad():
+        right = model(input_ids=ids)
+        for args in ((ids, *[None] * position), (ids, *[None] * (position + 1)), (ids, None)):
+            got = model(*args)
+            assert torch.equal(got.logits, right.logits)
+            assert isinstance(cache_of(got, model), KVCache)
+        cache = kvbits.cache_for(model, "int4")
+        assert cache_of(model(ids, *[None] * (position - 1), cache), model) is cache
+        assert cache_of(model(ids, *[None] * position, use_cache=False), model) is None
 
 
 def test_a_model_without_a_head_is_served_too() -> None:
@@ -451,6 +469,30 @@ def test_an_enabled_model_pickles() -> None:
     assert_same_run(generate(twin), generate(model))
     kvbits.disable(twin)
     assert traces(twin) == []
+
+
+@pytest.mark.parametrize("what", ["model", "config"])
+def test_a_fresh_process_loads_what_was_pickled(what: str, tmp_path: Path) -> None:
+    model = kvbits.enable(zoo.build("llama"), INT8)
+    thing = model if what == "model" else model.config
+    torch.save(thing, tmp_path / "thing.pt")
+    ids = zoo.prompt(1, 50)
+    with torch.no_grad():
+        torch.save((ids, model(ids).logits), tmp_path / "run.pt")
+    program = f"""
+import torch, transformers
+thing = torch.load({str(tmp_path / "thing.pt")!r}, weights_only=False)
+ids, right = torch.load({str(tmp_path / "run.pt")!r})
+if {what == "config"}:
+    thing = transformers.AutoModelForCausalLM.from_config(thing).eval()
+with torch.no_grad():
+    logits = thing(ids).logits
+assert logits.shape == right.shape
+assert {what == "config"} or torch.allclose(logits, right, atol=1e-4)
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "done\n", done.stderr
 
 
 # -- load_model --------------------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ class _Announcer:
         if cache is None and self._wants_default(module, args, kwargs):
             assert self.attachment is not None
             cache = cache_for(module, self.attachment.scheme, sliding=self.attachment.sliding)
-            kwargs = {**kwargs, cache_name(module): cache}
+            args, kwargs = self._with(cache_name(module), cache, args, kwargs)
         if isinstance(cache, KVCache):
             cache.begin(id(self))
             mask = self._argument("attention_mask", args, kwargs)
@@ -315,6 +315,15 @@ class _Announcer:
         if wanted is None:
             wanted = getattr(module.config.get_text_config(decoder=True), "use_cache", False)
         return bool(wanted)
+
+    def _with(
+        self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with another value, in the place where the caller gave one."""
+        position = self.names.index(name)
+        if position < len(args):
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: value}
 
     def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs or name not in self.names:

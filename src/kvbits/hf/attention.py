@@ -53,6 +53,15 @@ class Implementation(str):
     def __str__(self) -> str:
         return str.__str__(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that a model or a config that is loaded in a fresh process finds the name known to Transformers."""
+        return _restored, (str(self),)
+
+
+def _restored(name: str) -> Implementation:
+    register()
+    return Implementation(name)
+
 
 def ours_for(stock: str | None) -> Implementation:
     """The implementation to put in the place of ``stock``."""
