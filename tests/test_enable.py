@@ -322,7 +322,7 @@ def traces(model: hf.PreTrainedModel) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("turn_on", ["cache_for", "enable", "enable-scheme", "explain"])
+@pytest.mark.parametrize("turn_on", ["cache_for", "enable", "enable-scheme"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "falcon-new", "qwen3-next"])
 def test_disable_leaves_nothing_behind(name: str, implementation: str, turn_on: str) -> None:
@@ -334,7 +334,6 @@ def test_disable_leaves_nothing_behind(name: str, implementation: str, turn_on: 
         "cache_for": lambda: generate(model, **{cache_name(model): kvbits.cache_for(model, INT8)}),
         "enable": lambda: generate(kvbits.enable(model), cache_implementation="quantized"),
         "enable-scheme": lambda: generate(kvbits.enable(model, INT8)),
-        "explain": lambda: kvbits.explain(model, INT8),
     }
     turned[turn_on]()
     assert traces(model)
@@ -699,6 +698,35 @@ def test_explain_says_what_runs(name: str) -> None:
     cache = kvbits.cache_for(model, "kivi4,residual=0,sinks=0,block=32")
     generate(model, **{cache_name(model): cache})
     assert [layer.trace.outcome for layer in cache.packed_layers] == [path.step for path in packed]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon-new"])
+def test_explain_leaves_a_model_as_it_was(name: str) -> None:
+    model = zoo.build(name)
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    right = generate(model)
+    kvbits.explain(model, INT8)
+    with pytest.raises(ValueError, match="layers 0 to"):
+        kvbits.explain(model, "int4,layers[99]=int8")
+    assert traces(model) == []
+    assert [sorted(vars(module)) for module in model.modules()] == attributes
+    assert_same_run(generate(model), right)
+    kvbits.enable(model, INT8)
+    before = traces(model)
+    kvbits.explain(model, "int4")
+    assert traces(model) == before
+    assert str(cache_of(generate(model), model).scheme) == INT8
+
+
+def test_explain_probes_with_plain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id that stands for a picture raises where there is none."""
+    special = dict(image_token_id=5, video_token_id=6, vision_start_token_id=7, vision_end_token_id=8)
+    model, seen = zoo.build("qwen2-vl", **special), []
+    model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"]), with_kwargs=True)
+    kvbits.explain(model, "int4")
+    used = set(torch.cat(seen, dim=1).flatten().tolist())
+    assert used and max(used) < zoo.VOCABULARY
+    assert not used & {0, 1, 5, 6, 7, 8}  # padding and the beginning of a text among them
 
 
 def test_explain_of_what_packs_nothing() -> None:

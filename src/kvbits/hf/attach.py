@@ -133,6 +133,11 @@ def attach(model: PreTrainedModel) -> Attachment:
     return found
 
 
+def attached(model: Any) -> bool:
+    """Whether kvbits is on ``model``."""
+    return _ATTRIBUTE in getattr(model, "__dict__", {})
+
+
 def _models_in(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))
 
