@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import itertools
 import pickle
@@ -276,6 +277,26 @@ def test_stock_caches_on_an_enabled_model_are_as_stock(name: str) -> None:
 def test_a_named_stock_cache_stays_stock(kind: str, expected: type) -> None:
     model = kvbits.enable(zoo.build("llama"), INT8)
     assert type(cache_of(generate(model, cache_implementation=kind), model)) is expected
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_continuous_batching_keeps_its_own_cache(implementation: str) -> None:
+    """It pages exact keys and values itself, and is told apart by the name of the attention function."""
+    if zoo.installed() < (5, 24):
+        pytest.skip(f"continuous batching of Transformers {hf.__version__} needs a GPU")
+    batching = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
+    ids, results = [zoo.prompt(1, tokens)[0].tolist() for tokens in (20, 30)], []
+    for turn_on in (lambda model: model, lambda model: kvbits.enable(model, INT8)):
+        model = turn_on(zoo.build("llama", attn_implementation=implementation))
+        options = hf.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=1, pad_token_id=0)
+        paged = batching(num_blocks=8, max_batch_tokens=64, use_cuda_graph=False)
+        out = model.generate_batch(inputs=ids, generation_config=options, continuous_batching_config=paged)
+        results.append({name: answer.generated_tokens for name, answer in out.items()})
+    assert len(results[0]) == 2 and results[0] == results[1]
+    assert isinstance(cache_of(generate(model), model), KVCache)
+    assert f"paged|{model.config._attn_implementation}" == f"paged|{implementation}"  # what early releases look up
+    kvbits.disable(model)
+    assert traces(model) == [] and str(model.config._attn_implementation) == implementation
 
 
 def test_enabled_without_a_scheme_only_quantized_calls_change() -> None:

@@ -53,6 +53,10 @@ class Implementation(str):
     def __str__(self) -> str:
         return str.__str__(self)
 
+    def __format__(self, spec: str) -> str:
+        """The stock name, where it becomes part of another: ``paged|sdpa`` of early releases' continuous batching."""
+        return format(STOCK_OF[str(self)], spec)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """So that a model or a config that is loaded in a fresh process finds the name known to Transformers."""
         return _restored, (str(self),)
