@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,3 +221,46 @@ def test_frozen_models_leave_no_graph() -> None:
     cache = kvbits.cache_for(model, INT8)
     for begin, end in CHUNKS:
         assert not call(model, cache, zoo.prompt(1, 60)[:, begin:end]).requires_grad
+
+
+# -- compilation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, how", [("llama", "model"), ("falcon-new", "forward")])
+def test_a_compiled_model_leaves_the_cache_out_of_its_graphs(name: str, how: str) -> None:
+    """Compiled, the sums of a codec come out in another order, and choose other codes."""
+    model, ids, sources = zoo.build(name), zoo.prompt(1, 50), set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            sources.update(re.findall(r'File "([^"]*)"', node.stack_trace or ""))
+        return graph.forward
+
+    chunks = ((0, 40), (40, 41), (41, 42), (42, 50))
+    cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
+    with torch.no_grad():
+        expected = [call(model, right, ids[:, begin:end]) for begin, end in chunks]
+        torch._dynamo.reset()
+        if how == "model":
+            compiled = torch.compile(model, backend=backend)
+        else:
+            compiled, model.forward = model, torch.compile(model.forward, backend=backend)
+        for (begin, end), logits in zip(chunks, expected, strict=True):
+            got = compiled(input_ids=ids[:, begin:end], **{cache_name(model): cache})[0]
+            assert torch.equal(got, logits)
+    torch._dynamo.reset()
+    stored.assert_same(*(stored.row_of(each.packed_layers[0].core, 0) for each in (cache, right)))
+    assert any("transformers" in source for source in sources)
+    root = str(Path(kvbits.__file__).parent)
+    ours = {source[len(root) + 1 :] for source in sources if source.startswith(root)}
+    assert all(source.startswith("hf") for source in ours)  # what hands over to stock attention is there, no more
+
+
+def test_a_compiled_model_without_graph_breaks_is_refused() -> None:
+    model = zoo.build("llama")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    if "reason" not in inspect.signature(torch.compiler.disable).parameters:
+        pytest.skip(f"torch {torch.__version__} gives no reasons")
+    with pytest.raises(Exception, match="a kvbits cache is no part of a compiled graph"):
+        compiled(input_ids=zoo.prompt(1, 5), **{cache_name(model): kvbits.cache_for(model, INT8)})
+    torch._dynamo.reset()

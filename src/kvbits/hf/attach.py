@@ -23,6 +23,7 @@ from kvbits.catalogue import RECOMMENDED
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
 from kvbits.hf.translate import scheme_of_cache_config
+from kvbits.numerics.modes import outside_graphs
 from kvbits.scheme import Scheme
 
 _ATTRIBUTE = "_kvbits_attachment"
@@ -288,6 +289,7 @@ class _Announcer:
         self.attachment = attachment
         self.names = list(inspect.signature(module.forward).parameters)
 
+    @outside_graphs
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = self._cache(args, kwargs)
         if cache is None and self._wants_default(module, args, kwargs):
@@ -303,6 +305,7 @@ class _Announcer:
                 cache.columns.begin(mask if padding else None)
         return args, kwargs
 
+    @outside_graphs
     def end(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook, called always: tells the cache that the call is over; without an output it has failed."""
         cache = self._cache(args, kwargs)

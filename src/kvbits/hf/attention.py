@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbits.attend import Call, choose
 from kvbits.hf.gradient import end_of_gradients
-from kvbits.hf.handle import packed_pair
-from kvbits.numerics.modes import without_autocast
+from kvbits.hf.handle import Pair, packed_pair
+from kvbits.numerics.modes import outside_graphs, without_autocast
 
 STOCK_OF = {"kvbits": "sdpa", "kvbits_eager": "eager"}
 """Our implementations, and the stock one that each hands over to."""
@@ -134,12 +134,26 @@ def attention(
         function = stock_function(module, stock)
         return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     sinks = options.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _over_packed(query, pair, scale, attention_mask, options.get("softcap"), sinks), None
+
+
+@outside_graphs
+def _over_packed(
+    query: torch.Tensor,
+    pair: Pair,
+    scaling: float,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run a kernel."""
     call = Call(
         query.detach(),
         pair.view,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        mask=None if attention_mask is None else attention_mask.detach(),
-        softcap=options.get("softcap"),
+        scaling,
+        mask=None if mask is None else mask.detach(),
+        softcap=softcap,
         sink_logits=None if sinks is None else sinks.detach(),
     )
     kernel = choose(call)
@@ -148,4 +162,4 @@ def attention(
         out = kernel.run(call)
     if torch.is_grad_enabled() and (query.requires_grad or pair.ends_gradients):
         out = end_of_gradients(out)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()

@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from kvbits.cache import Before, LayerCache
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
+from kvbits.numerics.modes import outside_graphs
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.types import ByteCount
@@ -234,6 +235,7 @@ class KVCache(Cache):
     def __repr__(self) -> str:
         return f"KVCache({self.scheme}, {len(self.layers)} layers, {self.get_seq_length()} tokens)"
 
+    @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from kvbits.attend import KVView
 from kvbits.hf.gradient import refuse
-from kvbits.numerics.modes import without_autocast
+from kvbits.numerics.modes import outside_graphs, without_autocast
 
 
 class Trace:
@@ -33,6 +33,7 @@ class Pair:
         self.trace = trace
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @outside_graphs
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Decoded K and V, ``[B, H, columns, D]``, decoded once."""
         if self._dense is None:

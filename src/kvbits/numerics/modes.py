@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def outside_graphs(function: _Function) -> _Function:
+    """Leave ``function`` out of the graphs of ``torch.compile``: what it does depends on what a cache holds by then."""
+    options = {}
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:  # not in early releases
+        options["reason"] = "a kvbits cache is no part of a compiled graph; compile the model without fullgraph=True"
+    disabled: _Function = torch.compiler.disable(function, **options)
+    return disabled
+
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
