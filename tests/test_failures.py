@@ -143,7 +143,8 @@ def test_what_cannot_be_taken_back_is_refused_until_reset(name: str) -> None:
 
 def test_windows_that_are_not_full_or_that_record_are_taken_back() -> None:
     model, ids = zoo.build("gemma3"), zoo.prompt(1, 60)
-    for held, record in ((9, False), (50, True)):
+    recording = [(50, True)] if zoo.installed() >= (5, 24) else []  # early releases cannot
+    for held, record in [(9, False), *recording]:
         cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
         for each in (cache, right):
             if record:

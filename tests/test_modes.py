@@ -247,7 +247,8 @@ def test_a_compiled_model_leaves_the_cache_out_of_its_graphs(name: str, how: str
             compiled, model.forward = model, torch.compile(model.forward, backend=backend)
         for (begin, end), logits in zip(chunks, expected, strict=True):
             got = compiled(input_ids=ids[:, begin:end], **{cache_name(model): cache})[0]
-            assert torch.equal(got, logits)
+            # Early releases make a mask where they trace, and stock attention over it sums in another order.
+            assert (got - logits).abs().max() <= 1e-5 * logits.abs().max()
     torch._dynamo.reset()
     stored.assert_same(*(stored.row_of(each.packed_layers[0].core, 0) for each in (cache, right)))
     assert any("transformers" in source for source in sources)
