@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 from kvbits.attend import native
-from kvbits.hf.attach import refuse_unless_served
+from kvbits.hf.attach import cache_name, refuse_unless_served
 
 VOCABULARY = 128
 NOTHING_TO_STORE = "no attention layer|cache of its own making|takes no cache"
@@ -320,3 +320,27 @@ def padded_prompt(
     for row in range(batch):
         mask[row, : padding * (batch - 1 - row)] = 0
     return ids * mask, mask
+
+
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    """Position ids as ``generate`` counts them: each row's own tokens are 0, 1, 2, ..."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def feed(
+    model: hf.PreTrainedModel, cache: hf.Cache, ids: torch.Tensor, mask: torch.Tensor, chunks: tuple[int, ...]
+) -> torch.Tensor:
+    """Logits ``[B, T, V]`` of ``ids`` by plain forwards; ``mask`` is that of the first columns, the others are text."""
+    assert sum(chunks) == ids.shape[1]
+    mask = torch.cat([mask, mask.new_ones(ids.shape[0], ids.shape[1] - mask.shape[1])], dim=1)
+    logits, done = [], 0
+    for chunk in chunks:
+        new = slice(done, done + chunk)
+        done += chunk
+        with torch.no_grad():
+            result = model(
+                input_ids=ids[:, new], attention_mask=mask[:, :done], position_ids=positions(mask)[:, new],
+                use_cache=True, **{cache_name(model): cache},
+            )  # fmt: skip
+        logits.append(result.logits)
+    return torch.cat(logits, dim=1)
