@@ -162,8 +162,15 @@ template <class I> inline void from_float(Type type, const float* from, int64_t 
             half[i] = uint16_t((word + 0x7FFF + (word >> 16 & 1)) >> 16);
         }
     } else {
-        for (; i + I::W <= count; i += I::W) I::store_f16(half + i, load<typename I::f32>(from + i));
-        for (; i < count; ++i) half[i] = float_to_half(from[i]);
+        // Saturating: a rounding error above 65,504 must not become infinity. NaN stays NaN.
+        using f32 = typename I::f32;
+        const f32 top = splat<f32>(65504.0f);
+        for (; i + I::W <= count; i += I::W) {
+            f32 x = load<f32>(from + i);
+            x = x > top ? top : x;
+            I::store_f16(half + i, x < -top ? -top : x);
+        }
+        for (; i < count; ++i) half[i] = float_to_half(from[i] > 65504.0f ? 65504.0f : from[i] < -65504.0f ? -65504.0f : from[i]);
     }
 }
 

@@ -471,3 +471,22 @@ def test_the_first_kernel_that_fits_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("kvbits.attend.KERNELS", (picky,))
     with pytest.raises(ValueError, match="no kernel fits this call: picky: no, never"):
         attend(call)
+
+
+def test_a_view_of_nothing_but_padding_is_zero() -> None:
+    cache, x = LayerCache(Scheme.parse("int4")), torch.randn(1, 1, 3, 8)
+    view = cache.append(x, x, Rows().extend(1, 3, torch.zeros(1, 3, dtype=torch.bool)))
+    out = attend(Call(x, view, 1.0, mask=torch.zeros(1, 1, 3, 3, dtype=torch.bool)))
+    assert out.shape == (1, 1, 3, 8) and not out.any()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "kivi2", "nf4"])
+def test_attention_near_the_largest_half_stays_finite(scheme: str) -> None:
+    cache, largest = LayerCache(Scheme.parse(f"{scheme},residual=0,sinks=0,block=32")), torch.finfo(torch.float16).max
+    x = torch.full((1, 1, 64, 64), largest)
+    x[..., ::7, :8] = largest / 3
+    cache.append(x.half(), x.half())
+    one = torch.zeros(1, 1, 1, 64, dtype=torch.float16)
+    view = cache.append(one, torch.full_like(one, largest))
+    for mask in (None, torch.ones(1, 1, 1, 65, dtype=torch.bool)):
+        assert bool(attend(Call(one, view, 1.0, mask=mask)).isfinite().all())

@@ -17,7 +17,7 @@ import transformers as hf
 import kvbits
 import stored
 import zoo
-from kvbits.attend import Call
+from kvbits.attend import Call, attend
 from kvbits.cache import LayerCache
 from kvbits.hf.attach import cache_name
 from kvbits.hf.attention import attention
@@ -90,6 +90,7 @@ def test_what_is_stored_and_attended_does_not_depend_on_autocast(scheme: str) ->
             core.append(keys, values + 3)
             view = core.append(keys[:, :, :1], values[:, :, :1])
             out, _ = attention(module, query, *Pair(view, Trace()).handles(), None, stock="sdpa")
+            assert torch.equal(attend(Call(query, view, 0.125)).transpose(1, 2), out)
             dense = Pair(view, Trace()).dense()
             core.crop(100)
         results.append((*stored.row_of(core, 0), out, *dense))

@@ -10,6 +10,7 @@ import torch
 from kvbits.attend import native, reference
 from kvbits.attend.call import Call
 from kvbits.attend.view import KVView
+from kvbits.numerics.modes import without_autocast
 
 __all__ = ["KERNELS", "Call", "KVView", "Kernel", "attend", "choose", "explain"]
 
@@ -56,4 +57,5 @@ def explain(call: Call) -> list[str]:
 
 def attend(call: Call) -> torch.Tensor:
     """Run the best kernel: ``[B, Hq, q, Dv]`` in the query's dtype."""
-    return choose(call).run(call)
+    with without_autocast():
+        return choose(call).run(call)

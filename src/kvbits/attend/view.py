@@ -8,6 +8,7 @@ import torch
 
 from kvbits.attend import native
 from kvbits.attend.transform import Transform
+from kvbits.numerics.cast import narrow
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import Blocks
@@ -84,7 +85,7 @@ class KVView:
         sides = [(self.keys, self.keys[:, :, :0]), (self.values, self.values[:, :, :0])]
         if self.blocks.longest:
             keys, values = self._decode_all()
-            sides = [(self.keys, keys.to(self.keys.dtype)), (self.values, values.to(self.values.dtype))]
+            sides = [(self.keys, narrow(keys, self.keys.dtype)), (self.values, narrow(values, self.values.dtype))]
         keys, values = (self._in_columns(exact, decoded) for exact, decoded in sides)
         return keys, values
 
