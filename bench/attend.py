@@ -16,8 +16,9 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from common import SEED, write
@@ -36,6 +37,7 @@ SHAPES = ((32, 8, 128), (32, 32, 128))
 SCHEMES = ("int8", "fp8", "int4", "kivi4", "nf4", "int3", "nf3", "int2", "kivi2", "nf2")
 AT_LEAST_BYTES = 10**9
 ALLOWED_ERROR = 1e-3
+Attention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class SparseInt4(Affine):
 
     def encode(self, x: torch.Tensor, params: Params) -> Packed:
         packed = super().encode(x, params)
-        index, value = outliers.pick(x.float() - super().decode(packed, params), 164)
+        index, value = outliers.pick(x.float() - Affine(self.bits).decode(packed, params), 164)
         return {**packed, "outlier_index": index, "outlier_value": value}
 
     def decode_into(self, out: torch.Tensor, packed: Packed, params: Params) -> None:
@@ -97,9 +99,7 @@ def copies(view: KVView) -> list[KVView]:
     return made
 
 
-def peers(
-    heads: int, channels: int, groups: int
-) -> dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]]:
+def peers(heads: int, channels: int, groups: int) -> dict[str, Attention]:
     scale = channels**-0.5
 
     def packed(q: torch.Tensor) -> torch.Tensor:
@@ -110,6 +110,16 @@ def peers(
         "sdpa packed": lambda q, k, v: scaled_dot_product_attention(packed(q), k, v),
         "matmul": lambda q, k, v: torch.softmax(packed(q) @ k.transpose(-1, -2) * scale, -1) @ v,
     }
+
+
+def on_copy(run: Attention, query: torch.Tensor, caches: Sequence[Any], turn: int) -> Any:
+    """One call of a peer, over the copy whose turn it is."""
+    return run(query, *caches[turn % len(caches)])
+
+
+def step(calls: Sequence[Call], turn: int) -> Any:
+    """One call of ours."""
+    return native.run(calls[turn % len(calls)])
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -123,7 +133,7 @@ def interleaved(contestants: dict[str, Callable[[int], Any]], rounds: int) -> di
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         for name, run in contestants.items():
-            spent = seconds(lambda run=run, turn=turn: run(turn))
+            spent = seconds(partial(run, turn))
             if turn:
                 times[name].append(spent)
     return {name: statistics.median(all_times) for name, all_times in times.items()}
@@ -155,21 +165,15 @@ def decode_rows(rounds: int, tokens: int, names: tuple[str, ...]) -> list[dict[s
             one = exact.to(dtype)
             caches = [one.clone() for _ in range(max(2, -(-AT_LEAST_BYTES // one.nbytes)))]
             for name, run in peers(heads, channels, groups).items():
-                contestants[f"torch {name} {str(dtype).removeprefix('torch.')}"] = (
-                    lambda turn, run=run, caches=caches, q=query.to(dtype): run(q, *caches[turn % len(caches)])
-                )
+                name = f"torch {name} {str(dtype).removeprefix('torch.')}"
+                contestants[name] = partial(on_copy, run, query.to(dtype), caches)
         for name in names:
             view, _, _ = cache_of(name, heads, channels, tokens)
             call = Call(query.bfloat16(), view, channels**-0.5)
             error = error_of(call)
             if error > ALLOWED_ERROR:
                 raise SystemExit(f"{name}: error {error:.2e} is above {ALLOWED_ERROR:g}; fix the kernel first")
-            views = copies(view)
-            ours = {
-                name: lambda turn, views=views, call=call: native.run(
-                    dataclasses.replace(call, view=views[turn % len(views)])
-                )
-            }
+            ours = {name: partial(step, [dataclasses.replace(call, view=copy) for copy in copies(view)])}
             medians = interleaved({**contestants, **ours}, rounds)
             best = min((value, key) for key, value in medians.items() if key.endswith("bfloat16"))
             best_full = min((value, key) for key, value in medians.items() if key.endswith("float32"))
@@ -200,11 +204,11 @@ def chunk_rows(rounds: int, tokens: int, names: tuple[str, ...]) -> list[dict[st
                 # Every query sees everything on both sides: the exact tail is one token long in neither's favour.
                 mask = torch.zeros(1, 1, queries, tokens, dtype=torch.bool).logical_not_()
                 call = Call(query, view, channels**-0.5, mask=mask)
-                contestants: dict[str, Callable[[int], Any]] = {
-                    key: lambda turn, run=run: run(query, keys, values)
+                contestants = {
+                    key: partial(on_copy, run, query, [(keys, values)])
                     for key, run in peers(heads, channels, q_heads // heads).items()
                 }
-                medians = interleaved({**contestants, name: lambda turn: native.run(call)}, rounds)
+                medians = interleaved({**contestants, name: partial(step, [call])}, rounds)
                 best = min((value, key) for key, value in medians.items() if key != name)
                 rows.append(
                     {

@@ -34,6 +34,13 @@ class Slot:
     offset: int
 
 
+class Memo(dict[str, Any]):
+    """What kernels derive from a layer's record; a copy of the layer derives its own."""
+
+    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
+        return Memo, ()
+
+
 @dataclass(frozen=True)
 class Record:
     """Byte map of one block of one head.
@@ -49,7 +56,7 @@ class Record:
     keys: tuple[Slot, ...]
     values: tuple[Slot, ...]
     nbytes: int
-    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     @staticmethod
     def of(
