@@ -81,17 +81,15 @@ def why_not_view(view: KVView) -> list[str]:
     device = view.keys.device.type
     if device != "cpu":
         return [f"tensors are on {device}"]
-    channels = max(view.keys.shape[3], view.values.shape[3])
-    block = view.blocks.record.tokens
-    reasons = {
-        f"{view.keys.dtype} keys and {view.values.dtype} values": not {view.keys.dtype, view.values.dtype}
-        <= set(_FLOATS),
-        f"head_dim {channels} is not a multiple of 8 up to 512": channels > 512
-        or view.keys.shape[3] % 8 != 0
-        or view.values.shape[3] % 8 != 0,
-        f"blocks of {block} tokens are longer than 4096": block > 4096,
-    }
-    return [reason for reason, holds in reasons.items() if holds]
+    reasons, types = [], (view.keys.dtype, view.values.dtype)
+    if types[0] not in _FLOATS or types[1] not in _FLOATS:
+        reasons.append(f"{types[0]} keys and {types[1]} values")
+    for channels in (view.keys.shape[3], view.values.shape[3]):
+        if channels % 8 or not 0 < channels <= 512:
+            reasons.append(f"head_dim {channels} is not a multiple of 8 up to 512")
+    if view.blocks.record.tokens > 4096:
+        reasons.append(f"blocks of {view.blocks.record.tokens} tokens are longer than 4096")
+    return reasons
 
 
 def run(call: Call) -> torch.Tensor:
