@@ -3,31 +3,13 @@
 #include <atomic>
 #include <memory>
 
-#include "array.hpp"
-#include "kernels.hpp"
+#include "binding.hpp"
 #include "pool.hpp"
 
 namespace kvbits {
 namespace {
 
 const std::initializer_list<Type> element_types = {Type::f32, Type::bf16, Type::f16};
-
-const Kernels& kernels_at(int index) {
-    const auto& all = all_kernels();
-    require(index >= 0 && index < int(all.size()), "there is no instruction set " + std::to_string(index));
-    return *all[size_t(index)];
-}
-
-// Memory of a thread, kept from call to call.
-uint8_t* scratch_of_thread(int64_t bytes) {
-    thread_local std::unique_ptr<uint8_t[]> memory;
-    thread_local int64_t held = 0;
-    if (bytes > held) {
-        memory.reset(new uint8_t[size_t(bytes)]());
-        held = bytes;
-    }
-    return memory.get();
-}
 
 // -- layouts -----------------------------------------------------------------------------------------------------
 
@@ -352,6 +334,7 @@ NB_MODULE(_native, m) {
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("decode", &decode, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    bind_encode(m);
     m.def("names", [] {
         std::vector<std::string> names;
         for (const Kernels* kernels : all_kernels()) names.emplace_back(kernels->name);

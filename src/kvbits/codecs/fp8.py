@@ -86,16 +86,19 @@ class Fp8Static(Codec):
 
     def encode(self, x: torch.Tensor, params: Params) -> Packed:
         scaled = x.float() / params["scale"]
-        largest = scaled.abs().amax()
+        self.warn_of_saturation(scaled.abs().amax(), params["scale"])
+        return {"codes": float8.encode(scaled)}
+
+    def warn_of_saturation(self, largest: torch.Tensor, scale: torch.Tensor) -> None:
+        """Warn if ``largest``, the largest magnitude in units of ``scale``, is beyond e4m3."""
         if largest > float8.E4M3_MAX:
-            limit = float(params["scale"]) * float8.E4M3_MAX
             warnings.warn(
-                f"fp8-static: a value of magnitude {float(largest * params['scale']):.4g} saturates at {limit:.4g}, "
+                f"fp8-static: a value of magnitude {float(largest * scale):.4g} saturates at "
+                f"{float(scale) * float8.E4M3_MAX:.4g}, "
                 f"{HEADROOM:g} times the largest value its scale was taken from; use fp8 (a scale per token) instead",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        return {"codes": float8.encode(scaled)}
 
     def decode(self, packed: Packed, params: Params) -> torch.Tensor:
         return float8.decode(packed["codes"]).mul_(params["scale"])
