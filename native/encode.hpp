@@ -1,7 +1,7 @@
 // Encoding one block [tokens, channels], bit for bit as the codecs' `encode` does: the same float32 operations in the
 // same order on every element that is stored. HQQ's zeros are the exception (see half_quadratic.hpp).
 //
-// A block passes through memory once. Groups of channels are met W at a time, so that their parameters are computed in
+// A block is read from memory once. Groups of channels are met W at a time, so that their parameters are computed in
 // the lanes of one vector; groups of tokens have channels in the lanes. Their elements are read twice, the second time
 // from the nearest cache. Codes are gathered as bytes, and packed along tokens when the block is done.
 #pragma once
@@ -36,7 +36,7 @@ template <class I, Type type, Levels levels> class BlockEncoder {
     int64_t code_stride_;
     float* floats_;
     const int top_;
-    alignas(64) float edges_[16];
+    float edges_[32];  // as told, and room for a look-up that begins further on
     const Divisor<I> span_;
     i32 sound_;
     f32 largest_{};
@@ -61,7 +61,7 @@ public:
     BlockEncoder(const Encoder& told, const uint8_t* data, int64_t stride, const Encoded& out, uint8_t* scratch)
         : told_(told), data_(data), stride_(stride), read_step_(told.length), padded_(padded(told)), out_(out),
           code_stride_(code_stride(told)), top_((1 << told.bits) - 1), span_(splat<f32>(told.span)), sound_(~i32{}) {
-        std::memcpy(edges_, told.edges, sizeof edges_);
+        for (int i = 0; i < 32; ++i) edges_[i] = told.edges[i < 15 ? i : 15];
         auto take = [&](int64_t bytes) {
             uint8_t* here = scratch;
             scratch += (bytes + 63) / 64 * 64;
@@ -117,6 +117,10 @@ private:
     // Call f(offset) for vectors that cover `length` elements; the last may overlap the one before.
     template <class F> static void cover(int64_t length, F f) {
         const int64_t last = length - E::count;
+        if (last == E::count) {  // what most groups are, without a loop
+            f(0);
+            return f(last);
+        }
         for (int64_t i = 0; i < last; i += E::count) f(i);
         f(last);
     }
@@ -177,18 +181,14 @@ private:
 
     // -- codes -----------------------------------------------------------------------------------------------------
 
-    static u32 above(i32 is, uint32_t then) { return bits<u32>(is) & then; }
-
-    u32 search(f32 x, const float* edges) const {  // how many edges are below x
-        const int bits = told_.bits;
-        u32 i{};
-        if (bits == 4) i = above(x > edges[7], 8);
-        if (bits >= 3) i += above(x > I::lookup(i + 3, edges), 4);
-        i += above(x > I::lookup(i + 1, edges), 2);
-        return i + above(x > I::lookup(i, edges), 1);
+    static u32 search(f32 x, const float* edges) {  // how many edges are below x; what a table lacks is infinite
+        u32 i = x > edges[7] ? splat<u32>(8u) : u32{};
+        i = x > I::lookup(i, edges + 3) ? i + 4 : i;
+        i = x > I::lookup(i, edges + 1) ? i + 2 : i;
+        return x > I::lookup(i, edges) ? i + 1 : i;
     }
 
-    template <bool Easy> i32 code(f32 x, const Divisor<I>& divisor, f32 zero, const float* edges) const {
+    template <bool Easy> static i32 code(f32 x, const Divisor<I>& divisor, f32 zero, const float* edges) {
         if constexpr (levels == Levels::uniform) return I::round(divide<Easy>(x, divisor) + zero);
         if constexpr (levels == Levels::table) return bits<i32>(search(divide<Easy>(x, divisor) + zero, edges));
         const u32 word = bits<u32>(x);
@@ -212,17 +212,16 @@ private:
         const uint8_t* at[W];
         int64_t length[W];
         i32 low[W], high[W];
-        int64_t token = first / told_.groups, group = first % told_.groups;
+        const int64_t groups = told_.groups, step = told_.length, read_bytes = read_step_ * E::size;
+        const int64_t short_one = padded_ ? read_step_ : length_of(groups - 1), whole = padded_ ? read_step_ : step;
+        int64_t token = first / groups, group = first % groups;
+        const uint8_t* read = data_ + token * stride_ + group * read_bytes;
+        uint8_t* write_at = codes_ + token * code_stride_ + group * step;
         uint8_t* code[W];
-        for (int j = 0; j < W; ++j) {
-            if (j >= count) {
-                low[j] = low[0];
-                high[j] = high[0];
-                continue;
-            }
-            at[j] = data_ + token * stride_ + group * read_step_ * E::size;
-            code[j] = codes_ + token * code_stride_ + group * told_.length;
-            length[j] = padded_ ? read_step_ : length_of(group);
+        for (int j = 0; j < count; ++j) {
+            at[j] = read;
+            code[j] = write_at;
+            length[j] = group == groups - 1 ? short_one : whole;
             typename E::Extremes seen;
             cover(length[j], [&](int64_t i) { seen.meet(at[j] + i * E::size); });
             i32 keys[2];
@@ -230,10 +229,17 @@ private:
             low[j] = minimum(keys[0], keys[1]);
             E::split(seen.high, keys);
             high[j] = maximum(keys[0], keys[1]);
-            if (++group == told_.groups) {
+            read += read_bytes;
+            write_at += step;
+            if (++group == groups) {
                 group = 0;
-                ++token;
+                read += stride_ - groups * read_bytes;
+                write_at += code_stride_ - groups * step;
             }
+        }
+        for (int j = count; j < W; ++j) {
+            low[j] = low[0];
+            high[j] = high[0];
         }
         Group made = choose(across(low, [](i32 a, i32 b) { return minimum(a, b); }),
                             across(high, [](i32 a, i32 b) { return maximum(a, b); }));
@@ -258,7 +264,7 @@ private:
         store(first, made.divisor.first);
         store(rest, made.divisor.rest);
         store(zero, made.zero);
-        alignas(64) float edges[16];  // no store to bytes can change these
+        float edges[32];  // no store to bytes can change these
         std::memcpy(edges, edges_, sizeof edges);
         for (int j = 0; j < count; ++j) {
             const Divisor<I> divisor(splat<f32>(whole[j]), splat<f32>(first[j]), splat<f32>(rest[j]));
@@ -320,7 +326,7 @@ private:
     }
 
     template <bool Easy> void write_channels(const Group* made, const uint8_t* at, uint8_t* code_at) {
-        alignas(64) float edges[16];
+        float edges[32];
         std::memcpy(edges, edges_, sizeof edges);
         const Divisor<I> a = made[0].divisor, b = made[1].divisor;
         const f32 zero[2] = {made[0].zero, made[1].zero};
