@@ -186,17 +186,20 @@ def objective(codec: HalfQuadratic, packed: Packed, x: torch.Tensor) -> float:
 @each_dtype
 @pytest.mark.parametrize("name", HQQ)
 def test_half_quadratic_zeros_are_as_good(name: str, dtype: torch.dtype, isa: int) -> None:
-    """To 1e-3 of the objective; and at most one zero and one code in a hundred differ (measured: 0.4 % and 0.1 %)."""
+    """To 1e-4 of the objective, and nearly always the same ones.
+
+    Measured in the worst of these tensors: 5e-6 of the objective, 0.2 % of the zeros, 0.008 % of the codes.
+    """
     codec = parse_codec(name)
     assert isinstance(codec, HalfQuadratic)
     for seed, channels in enumerate((64, 65, 80, 128)):
         x = normal(4, 128, channels, seed=seed, dtype=dtype) * 10.0 ** (2 - seed)
         got, wanted = native.run_on(isa, codec, x, {}), codec.encode(x, {})
-        assert objective(codec, got, x) <= objective(codec, wanted, x) * (1 + 1e-3)
+        assert objective(codec, got, x) <= objective(codec, wanted, x) * (1 + 1e-4)
         assert torch.equal(got["scale"], wanted["scale"])
         assert (got["zero"] != wanted["zero"]).float().mean() <= 0.01
         codes, others = (bitpack.unpack(packed["codes"], codec.bits) for packed in (got, wanted))
-        assert (codes != others).float().mean() <= 0.01
+        assert (codes != others).float().mean() <= 0.001
 
 
 @each_set
