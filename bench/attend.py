@@ -30,6 +30,7 @@ from kvbits.attend.transform import Rope, Transform
 from kvbits.cache import LayerCache
 from kvbits.codecs import Affine
 from kvbits.codecs.base import Packed, Params, Part
+from kvbits.library import instruction_set
 from kvbits.numerics import outliers
 from kvbits.scheme import Scheme
 
@@ -185,7 +186,7 @@ def decode_rows(rounds: int, tokens: int, names: tuple[str, ...]) -> list[dict[s
                     "best_bfloat16": best[1], "best_bfloat16_ms": 1e3 * best[0],
                     "speed_against_float32": best_full[0] / medians[name], "best_float32_ms": 1e3 * best_full[0],
                     "packed_bytes": nbytes, "bytes_per_second": nbytes / medians[name], "error": error,
-                    "kernel": f"native {native.instruction_set()}",
+                    "kernel": f"native {instruction_set()}",
                 }
             )  # fmt: skip
             print(rows[-1], flush=True)

@@ -1,18 +1,11 @@
 // The Python module: checks what it is given, cuts the work into spans, and runs them without the GIL.
 
-#include "array.hpp"
-#include "run.hpp"
+#include "binding.hpp"
 
 namespace kvbits {
 namespace {
 
 const std::initializer_list<Type> element_types = {Type::f32, Type::bf16, Type::f16};
-
-const Kernels& kernels_at(int index) {
-    const auto& all = all_kernels();
-    require(index >= 0 && index < int(all.size()), "there is no instruction set " + std::to_string(index));
-    return *all[size_t(index)];
-}
 
 // -- layouts -----------------------------------------------------------------------------------------------------
 
@@ -262,6 +255,7 @@ NB_MODULE(_native, m) {
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("decode", &decode_tensors, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    bind_encode(m);
     m.def("names", [] {
         std::vector<std::string> names;
         for (const Kernels* kernels : all_kernels()) names.emplace_back(kernels->name);
