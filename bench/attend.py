@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from common import SEED, write
+from common import SEED, require_green, write
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits import memory
@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("--chunk-schemes", default="int4,kivi2,fp8")
     parser.add_argument("--out", default="attend")
     options = parser.parse_args()
+    require_green("tests/test_attend.py")
     torch.manual_seed(SEED)
     bandwidth = read_bandwidth()
     rows = decode_rows(options.rounds, options.tokens, tuple(options.schemes.split(",")))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import SEED, write
+from common import SEED, require_green, write
 
 from kvbits.cache import ENCODE_BLOCKS
 from kvbits.codecs import Codec, HalfQuadratic
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--pieces", type=int, default=128, help="of 4 MiB; together they are the buffer")
     parser.add_argument("--out", default="encode")
     options = parser.parse_args()
+    require_green("tests/test_encode.py")
     if instruction_set() is None:
         raise SystemExit("the native kernels are not built")
     generator = torch.Generator().manual_seed(SEED)
