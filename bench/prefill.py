@@ -1,7 +1,7 @@
 """Reading a prompt: kvbits beside Transformers' exact cache, at once and in chunks.
 
-At once, a prompt attends to its own exact keys and values, so what kvbits adds is packing. In chunks, each chunk attends
-to packed history. One cache after the other in every round, in one process; medians.
+At once, a prompt attends to its own exact keys and values, so what kvbits adds is packing. In chunks, each chunk
+attends to packed history. One cache after the other in every round, in one process; medians.
 
     python bench/prefill.py [--contexts 512,2048,4096] [--chunk 512]
 """
