@@ -253,6 +253,103 @@ def decode_speed() -> str:
     return f"{table(head, rows, right=(1, 3, 4, 5, 6))}\n\n{note}"
 
 
+def prompt_speed() -> str:
+    data = result("prefill")
+    head = ("dtype", "context", "in chunks of", "scheme", "seconds", "time against exact")
+    rows = [
+        (
+            row["dtype"],
+            f"{row['context']:,}",
+            "all" if row["chunk"] == row["context"] else f"{row['chunk']:,}",
+            code(row["scheme"]),
+            f"{row['seconds']:.1f}",
+            f"{row['time_against_exact']:.2f}x",
+        )
+        for row in data["rows"]
+    ]
+    return f"{table(head, rows, right=(1, 2, 4, 5))}\n\n{measured_on(data, f'Model {data["model"]}.')}"
+
+
+def attention_speed() -> str:
+    data = result("attend")
+    bandwidth = data["read_bytes_per_second"]
+    head = (
+        "query / KV heads",
+        "format",
+        "step",
+        "best of torch, bf16",
+        "against it",
+        "against float32",
+        "read",
+        "error",
+    )
+    rows = [
+        (
+            f"{row['q_heads']} / {row['kv_heads']}",
+            code(row["scheme"]),
+            f"{row['ms']:.1f} ms",
+            f"{row['best_bfloat16_ms']:.1f} ms",
+            f"{row['speed_against_bfloat16']:.1f}x",
+            f"{row['speed_against_float32']:.1f}x",
+            f"{100 * row['bytes_per_second'] / bandwidth:.0f} %",
+            f"{row['error']:.0e}",
+        )
+        for row in data["rows"]
+        if row["kind"] == "decode"
+    ]
+    first = data["rows"][0]
+    what = (
+        f"One layer, one query token, {first['tokens']:,} tokens, head_dim {first['head_dim']}, {first['kernel']}; "
+        f"`read` is of the {bandwidth / 1e9:.1f} GB/s that a plain sum reads in the same run."
+    )
+    return f"{table(head, rows, right=(2, 3, 4, 5, 6, 7))}\n\n{measured_on(data, what)}"
+
+
+def chunk_speed() -> str:
+    data = result("attend")
+    head = ("dtype", "query tokens", "format", "kvbits", "torch SDPA", "against it", "best of torch", "against it")
+    chunks = [row for row in data["rows"] if row["kind"] == "chunk"]
+    rows = [
+        (
+            row["dtype"],
+            row["queries"],
+            code(row["scheme"]),
+            f"{row['ms']:.0f} ms",
+            f"{row['best_sdpa_ms']:.0f} ms",
+            f"{row['speed_against_sdpa']:.2f}x",
+            f"{row['best_torch_ms']:.0f} ms ({row['best_torch']})",
+            f"{row['speed_against_torch']:.2f}x",
+        )
+        for row in chunks
+    ]
+    first = chunks[0]
+    what = (
+        f"{first['q_heads']} query heads, {first['kv_heads']} KV heads, head_dim {first['head_dim']}, "
+        f"{first['tokens']:,} tokens of history; torch reads it decoded."
+    )
+    return f"{table(head, rows, right=(1, 3, 4, 5, 6, 7))}\n\n{measured_on(data, what)}"
+
+
+def encode_speed() -> str:
+    data = result("encode")
+    head = ("threads", "codec", "GB/s", "per second of processor time", "PyTorch codec", "against it")
+    torch_rows = {(row["scheme"], row["threads"]): row for row in data["rows"] if row["kernel"] == "torch"}
+    rows = [
+        (
+            row["threads"],
+            code(row["scheme"]),
+            f"{row['gb_per_second']:.1f}",
+            f"{row['gb_per_processor_second']:.1f}",
+            f"{torch_rows[row['scheme'], row['threads']]['gb_per_second']:.2f}",
+            f"{row['speed_against_torch']:.0f}x",
+        )
+        for row in data["rows"]
+        if row["kernel"] == "native"
+    ]
+    what = f"GB of bfloat16 input, {data['instruction_set']}."
+    return f"{table(head, rows, right=(0, 2, 3, 4, 5))}\n\n{measured_on(data, what)}"
+
+
 def peak_memory() -> str:
     data = result("memory")
     head = ("dtype", "context", "scheme", "peak of the process")
@@ -287,7 +384,15 @@ def quality() -> str:
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"schemes": readme_schemes, "decode": decode_speed, "memory": peak_memory, "quality": quality},
+    "README.md": {
+        "schemes": readme_schemes,
+        "decode": decode_speed,
+        "prefill": prompt_speed,
+        "attend": attention_speed,
+        "memory": peak_memory,
+        "quality": quality,
+    },
+    "docs/kernels.md": {"chunks": chunk_speed, "encode": encode_speed},
     "docs/schemes.md": {
         "catalogue": catalogue,
         "grammar": grammar,
