@@ -531,6 +531,7 @@ template <class I> struct Piece {
     void packed_values(const uint8_t* record, Partial& partial, int first_row, int rows) {
         const Side& v = job.record.value;
         const int tokens = job.record.tokens;
+        if (v.outliers) sparse_values(record, rows, partial, first_row);
         if (floats(v)) {
             if (v.levels == Levels::e4m3)
                 for (int r = 0; r < rows; ++r)
@@ -559,7 +560,6 @@ template <class I> struct Piece {
             }
             return;
         }
-        if (v.outliers) sparse_values(record, rows, partial, first_row);
         over_rows(rows, [&](auto n, int first) {
             if (v.per == Per::token)
                 values_per_token<decltype(n)::value>(partial, first_row, first);
