@@ -30,7 +30,8 @@ inline Array array_of(nb::handle tensor, const char* what, int dims, std::initia
         if (optional) return array;
         throw nb::value_error((std::string(what) + " is missing").c_str());
     }
-    const nb::object dtype = tensor.attr("dtype");
+    const nb::object dtype = nb::getattr(tensor, "dtype", nb::none());
+    if (dtype.is_none()) throw nb::type_error((std::string(what) + " is not a tensor").c_str());
     for (const Type type : types)
         if (dtypes[int(type)] == dtype.ptr()) array.type = type;
     if (array.type == Type::none) {
@@ -63,8 +64,8 @@ inline void require(bool holds, const std::string& message) {
 
 // float32, contiguous, of exactly this shape; nullptr for None.
 inline const float* floats_of(nb::handle tensor, const char* what, std::initializer_list<int64_t> shape) {
-    const Array array = array_of(tensor, what, int(shape.size()), {Type::f32}, true);
-    if (!array.data) return nullptr;
+    if (tensor.is_none()) return nullptr;
+    const Array array = array_of(tensor, what, int(shape.size()), {Type::f32});
     int64_t expected = 4;
     int i = int(shape.size());
     for (auto size = std::rbegin(shape); size != std::rend(shape); ++size) {
