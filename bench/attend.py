@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from common import SEED, write
+from common import SEED, require_green, write
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits import memory
@@ -30,6 +30,7 @@ from kvbits.attend.transform import Rope, Transform
 from kvbits.cache import LayerCache
 from kvbits.codecs import Affine
 from kvbits.codecs.base import Packed, Params, Part
+from kvbits.library import instruction_set
 from kvbits.numerics import outliers
 from kvbits.scheme import Scheme
 
@@ -185,7 +186,7 @@ def decode_rows(rounds: int, tokens: int, names: tuple[str, ...]) -> list[dict[s
                     "best_bfloat16": best[1], "best_bfloat16_ms": 1e3 * best[0],
                     "speed_against_float32": best_full[0] / medians[name], "best_float32_ms": 1e3 * best_full[0],
                     "packed_bytes": nbytes, "bytes_per_second": nbytes / medians[name], "error": error,
-                    "kernel": f"native {native.instruction_set()}",
+                    "kernel": f"native {instruction_set()}",
                 }
             )  # fmt: skip
             print(rows[-1], flush=True)
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--chunk-schemes", default="int4,kivi2,fp8")
     parser.add_argument("--out", default="attend")
     options = parser.parse_args()
+    require_green("tests/test_attend.py")
     torch.manual_seed(SEED)
     bandwidth = read_bandwidth()
     rows = decode_rows(options.rounds, options.tokens, tuple(options.schemes.split(",")))

@@ -22,6 +22,24 @@ inline const char* name_of(Type type) {
     return names[int(type)];
 }
 
+// The memory of a CPU tensor of one of `types`, and which of them it is.
+inline uint8_t* memory_of(nb::handle tensor, const char* what, std::initializer_list<Type> types, Type& found) {
+    const nb::object dtype = nb::getattr(tensor, "dtype", nb::none());
+    if (dtype.is_none()) throw nb::type_error((std::string(what) + " is not a tensor").c_str());
+    for (const Type type : types)
+        if (dtypes[int(type)] == dtype.ptr()) found = type;
+    if (found == Type::none) {
+        std::string message = std::string(what) + " is " + nb::str(dtype).c_str() + "; allowed are";
+        for (const Type type : types) message += std::string(" ") + name_of(type);
+        throw nb::value_error(message.c_str());
+    }
+    if (!nb::cast<bool>(tensor.attr("is_cpu"))) throw nb::value_error((std::string(what) + " is not on the CPU").c_str());
+    auto* data = reinterpret_cast<uint8_t*>(nb::cast<uintptr_t>(tensor.attr("data_ptr")()));
+    if (reinterpret_cast<uintptr_t>(data) % uintptr_t(size_of(found)))
+        throw nb::value_error((std::string(what) + " is not aligned to its elements").c_str());
+    return data;
+}
+
 // The memory of `tensor`, which must be None (where allowed) or a CPU tensor of one of `types` with `dims` dimensions,
 // elements next to each other in the last.
 inline Array array_of(nb::handle tensor, const char* what, int dims, std::initializer_list<Type> types, bool optional = false) {
@@ -30,16 +48,7 @@ inline Array array_of(nb::handle tensor, const char* what, int dims, std::initia
         if (optional) return array;
         throw nb::value_error((std::string(what) + " is missing").c_str());
     }
-    const nb::object dtype = nb::getattr(tensor, "dtype", nb::none());
-    if (dtype.is_none()) throw nb::type_error((std::string(what) + " is not a tensor").c_str());
-    for (const Type type : types)
-        if (dtypes[int(type)] == dtype.ptr()) array.type = type;
-    if (array.type == Type::none) {
-        std::string message = std::string(what) + " is " + nb::str(dtype).c_str() + "; allowed are";
-        for (const Type type : types) message += std::string(" ") + name_of(type);
-        throw nb::value_error(message.c_str());
-    }
-    if (!nb::cast<bool>(tensor.attr("is_cpu"))) throw nb::value_error((std::string(what) + " is not on the CPU").c_str());
+    array.data = memory_of(tensor, what, types, array.type);
     const nb::tuple shape = nb::cast<nb::tuple>(tensor.attr("shape"));
     const nb::tuple stride = nb::cast<nb::tuple>(tensor.attr("stride")());
     array.dims = int(shape.size());
@@ -52,9 +61,6 @@ inline Array array_of(nb::handle tensor, const char* what, int dims, std::initia
     }
     if (dims && array.shape[dims - 1] > 1 && array.stride[dims - 1] != size)
         throw nb::value_error((std::string(what) + ": its last dimension has stride " + std::to_string(array.stride[dims - 1] / size) + " instead of 1").c_str());
-    array.data = reinterpret_cast<uint8_t*>(nb::cast<uintptr_t>(tensor.attr("data_ptr")()));
-    if (reinterpret_cast<uintptr_t>(array.data) % uintptr_t(size))
-        throw nb::value_error((std::string(what) + " is not aligned to its elements").c_str());
     return array;
 }
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "job.hpp"
-#include "scores.hpp"
+#include "rope.hpp"
 #include "values.hpp"
 
 namespace kvbits {
@@ -37,7 +37,8 @@ struct Scratch {
     float *rows;       // [16][max width]
     float *dots;       // [most_rows][tokens]
     float *weights;    // [most_rows][max(tokens, key_width)]
-    float *sparse;     // [max(width, tokens)][4]
+    float *sparse;     // [value_width][4]
+    float *turned;     // [rows / 4][key_width][4]: the packed rows, four side by side, where keys have outliers
     float *cos, *sin;  // [tokens / 16][pairs][16]
     float *mean;       // [rows]: query . mean
     uint8_t *high, *low;            // halves of the current rows
@@ -76,7 +77,8 @@ struct Scratch {
         s.rows = take<float>(memory, int64_t(width) * 16);
         s.dots = take<float>(memory, int64_t(most_rows) * s.tokens);
         s.weights = take<float>(memory, int64_t(most_rows) * longest);
-        s.sparse = take<float>(memory, int64_t(longest) * 4);
+        s.sparse = take<float>(memory, int64_t(s.value_width) * 4);
+        s.turned = take<float>(memory, k.outliers ? int64_t(padded(rows, 4)) * s.key_width : 0);
         const int64_t angles = job.cos ? int64_t(s.tokens) * job.pairs : 0;
         s.cos = take<float>(memory, angles);
         s.sin = take<float>(memory, angles);
@@ -146,6 +148,10 @@ template <class I> struct Piece {
             for (int c = 0; c < k.channels; ++c)
                 s.mean[r] += s.query[int64_t(r) * s.key_width + c] * job.key_mean[int64_t(head) * k.channels + c];
         }
+        for (int r = 0; r < padded(job.rows(), 4) && k.outliers && !job.cos; ++r)
+            for (int c = 0; c < k.channels; ++c)
+                s.turned[int64_t(r / 4) * 4 * s.key_width + 4 * c + r % 4] =
+                    r < job.rows() ? s.packed[int64_t(r) * s.key_width + c] : 0;
         if (float_path()) return;
         if (k.per == Per::token) prepare_per_token();
         if (k.per == Per::channel && k.fixed) prepare_fixed();
@@ -298,6 +304,9 @@ template <class I> struct Piece {
     void float_scores(const uint8_t* record, int first_row, int rows) {
         const Side& k = job.record.key;
         const int tokens = job.record.tokens;
+        // Many rows: rotate once for all of them. Few: on the way to the products.
+        if (job.cos && job.rows() <= 2 * most_rows && !job.key_mean && FloatLevels::fits(k, job.pairs, job.interleaved))
+            return rotated_scores(first_row, rows);
         const bool apply = job.cos || k.per == Per::channel;
         int entry = 0;
         for (int t = 0; t < tokens; t += 16) {
@@ -324,6 +333,19 @@ template <class I> struct Piece {
         if (apply || k.levels == Levels::exact) return;
         for (int r = 0; r < rows; ++r)
             for (int t = 0; t < tokens; ++t) s.score[int64_t(r) * s.tokens + t] *= s.scale_k[k.per == Per::token ? t : 0];
+    }
+
+    void rotated_scores(int first_row, int rows) {
+        const Side& k = job.record.key;
+        const FloatLevels levels(k, job.record.tokens, s.scale_k, s.zero_k, I{});
+        for (int t = 0; t < job.record.tokens; t += 16) {
+            const float *cos = s.cos + int64_t(t) * job.pairs, *sin = s.sin + int64_t(t) * job.pairs;
+            over_tile(s.packed, first_row, rows, t, [&](auto n, const float* const* q, float* const* out) {
+                constexpr int N = decltype(n)::value;
+                const auto dots = keys.planes == 0 ? rotated_dots<I, N, 0> : keys.planes == 1 ? rotated_dots<I, N, 1> : rotated_dots<I, N, 2>;
+                dots(k, levels, keys, t / 16, job.pairs, job.interleaved, cos, sin, q, out);
+            });
+        }
     }
 
     void meet_keys(const float* query, int first_row, int rows, int t) {
@@ -397,15 +419,12 @@ template <class I> struct Piece {
         const Entries all = entries(k, record);
         for (int first = 0; first < rows; first += 4) {
             const int here = rows - first < 4 ? rows - first : 4;
-            std::memset(s.sparse, 0, sizeof(float) * 4 * size_t(k.channels));
-            for (int i = 0; i < here; ++i)
-                for (int c = 0; c < k.channels; ++c)
-                    s.sparse[4 * c + i] = s.packed[int64_t(first_row + first + i) * s.key_width + c];
+            const float* turned = s.turned + int64_t((first_row + first) / 4) * 4 * s.key_width;
             for (int e = 0; e < k.outliers;) {
                 const int token = all.token(e);
                 four total{};
                 for (; e < k.outliers && all.token(e) == token; ++e)
-                    total += load<four>(s.sparse + 4 * (all.index[e] - token * k.channels)) * bf16_to_float(all.value[e]);
+                    total += load<four>(turned + 4 * (all.index[e] - token * k.channels)) * bf16_to_float(all.value[e]);
                 if (token >= job.record.tokens) break;
                 for (int i = 0; i < here; ++i) s.score[int64_t(first + i) * s.tokens + token] += total[i];
             }
@@ -429,7 +448,7 @@ template <class I> struct Piece {
         const Entries all = entries(v, record);
         for (int first = 0; first < rows; first += 4) {
             const int here = rows - first < 4 ? rows - first : 4;
-            std::memset(s.sparse, 0, sizeof(float) * 4 * size_t(v.channels));
+            std::memset(s.sparse, 0, sizeof(float) * 4 * size_t(s.value_width));
             for (int e = 0; e < v.outliers;) {
                 const int token = all.token(e);
                 if (token >= job.record.tokens) break;
@@ -440,9 +459,14 @@ template <class I> struct Piece {
                     store(at, load<four>(at) + p * bf16_to_float(all.value[e]));
                 }
             }
-            for (int i = 0; i < here; ++i) {
-                float* total = partial.total(first_row + first + i);
-                for (int c = 0; c < v.channels; ++c) total[c] += s.sparse[4 * c + i];
+            float* total[4];
+            for (int i = 0; i < here; ++i) total[i] = partial.total(first_row + first + i);
+            for (int c = 0; c < s.value_width; c += I::W) {  // four side by side, one vector for each row
+                const float* at = s.sparse + 4 * c;
+                const f32 a = load<f32>(at), b = load<f32>(at + I::W), d = load<f32>(at + 2 * I::W), e = load<f32>(at + 3 * I::W);
+                const f32 even = even_lanes(a, b), odd = odd_lanes(a, b), even_on = even_lanes(d, e), odd_on = odd_lanes(d, e);
+                const f32 row[4] = {even_lanes(even, even_on), even_lanes(odd, odd_on), odd_lanes(even, even_on), odd_lanes(odd, odd_on)};
+                for (int i = 0; i < here; ++i) store(total[i] + c, load<f32>(total[i] + c) + row[i]);
             }
         }
     }

@@ -1,6 +1,7 @@
 // What an instruction set offers: the functions of one file in isa/.
 #pragma once
 
+#include "encoder.hpp"
 #include "job.hpp"
 
 namespace kvbits {
@@ -26,6 +27,9 @@ struct Kernels {
     void (*decode)(const Side&, int tokens, const uint8_t* record, const float* fixed_scale, const float* fixed_zero,
                    Type type, uint8_t* out, int64_t stride, uint8_t* scratch);
     int64_t (*decode_scratch_bytes)(const Side&, int tokens);
+    // Encode one block, [tokens] rows `stride` bytes apart.
+    Seen (*encode)(const Encoder&, Type, const uint8_t* block, int64_t stride, const Encoded&, uint8_t* scratch);
+    int64_t (*encode_scratch_bytes)(const Encoder&, Type);
 };
 
 // Best first; only those that this build has.

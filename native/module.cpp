@@ -2,8 +2,7 @@
 
 #include <cmath>
 
-#include "array.hpp"
-#include "run.hpp"
+#include "binding.hpp"
 
 namespace kvbits {
 namespace {
@@ -11,12 +10,6 @@ namespace {
 const std::initializer_list<Type> element_types = {Type::f32, Type::bf16, Type::f16};
 constexpr int64_t most_tokens = 1 << 30;  // own tokens and columns are counted in 32 bits
 constexpr int most_threads = 1024;
-
-const Kernels& kernels_at(int index) {
-    const auto& all = all_kernels();
-    require(index >= 0 && index < int(all.size()), "there is no instruction set " + std::to_string(index));
-    return *all[size_t(index)];
-}
 
 // -- layouts -----------------------------------------------------------------------------------------------------
 
@@ -293,6 +286,7 @@ NB_MODULE(_native, m) {
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
     m.def("decode", &decode_tensors, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    bind_encode(m);
     m.def("names", [] {
         std::vector<std::string> names;
         for (const Kernels* kernels : all_kernels()) names.emplace_back(kernels->name);

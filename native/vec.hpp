@@ -23,6 +23,10 @@ template <int W> struct Lanes {
     typedef uint16_t u16 __attribute__((vector_size(2 * W)));
     typedef uint8_t u8 __attribute__((vector_size(W)));
     typedef int8_t i8 __attribute__((vector_size(W)));
+    typedef int16_t i16 __attribute__((vector_size(2 * W)));
+    // Twice as many lanes, for elements of 16 bits.
+    typedef int16_t wide_i16 __attribute__((vector_size(4 * W)));
+    typedef uint8_t wide_u8 __attribute__((vector_size(2 * W)));
 };
 
 template <class V> inline V load(const void* at) {

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbits.cache import LayerCache
 from kvbits.codecs import Fp8Static
+from kvbits.encode import encode
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 
@@ -92,7 +93,7 @@ class PlainCache:
             for side, codec in enumerate(codecs):
                 x = row.sides[side].clone()
                 piece = x[:, at : at + block]
-                x[:, at : at + block] = codec.decode(codec.encode(piece, self.params[side]), self.params[side])
+                x[:, at : at + block] = codec.decode(encode(codec, piece, self.params[side]), self.params[side])
                 row.sides[side] = x
             row.packed += 1
 

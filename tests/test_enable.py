@@ -21,6 +21,7 @@ import transformers as hf
 import kvbits
 import stored
 import zoo
+from kvbits.attend import native
 from kvbits.hf.attach import cache_name
 from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import KVCache
@@ -737,6 +738,18 @@ def test_explain_leaves_a_model_as_it_was(name: str) -> None:
     kvbits.explain(model, "int4")
     assert traces(model) == before
     assert str(cache_of(generate(model), model).scheme) == INT8
+
+
+def test_without_the_compiled_module_one_warning_and_explain_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: (None, 0, "it was not built: no C++ compiler"))
+    native.warn_if_missing.cache_clear()
+    model = zoo.build("llama")
+    with pytest.warns(RuntimeWarning, match="no C.. compiler.*reference kernel") as seen:
+        kvbits.cache_for(model, "int4")
+        text = str(kvbits.explain(model, "int4"))
+    native.warn_if_missing.cache_clear()
+    assert len(seen) == 1
+    assert "kernel reference" in text and "not native: it was not built: no C++ compiler" in text
 
 
 def test_explain_probes_with_plain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

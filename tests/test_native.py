@@ -28,6 +28,7 @@ from kvbits.attend.transform import Rope, Transform
 from kvbits.cache import LayerCache
 from kvbits.codecs import CODECS, Affine, Codec, Exact, Fp8, Fp8Static, NormalFloat
 from kvbits.codecs.grouped import Grouped
+from kvbits.library import instruction_set, library
 from kvbits.numerics import affine, bitpack, codebook, groups, outliers
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
@@ -49,7 +50,7 @@ from test_attend import (
 )
 
 _native = pytest.importorskip("kvbits._native", reason="kvbits._native is not built: no C++ compiler")
-native.library()  # tells the module torch's dtypes
+library()  # tells the module torch's dtypes
 
 ISAS: list[str] = _native.names()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -177,13 +178,15 @@ def test_heads_and_channels(size: tuple[int, int, int], scheme: str, isa: str) -
     assert_native(Call(query_for(view, shape, 2), view, size[0] ** -0.5))
 
 
+WHOLE = ("int4", "int3", "int2", "int8", "nf3", "fp8", "outliers")
+LENGTHS = [(block, scheme) for block in (8, 16, 24, 32, 48, 64, 128, 256) for scheme in WHOLE]
+LENGTHS += [(block, "int2-channel-gs16") for block in (16, 32, 48, 256)]
+
+
 @each_isa
-@pytest.mark.parametrize("scheme", ("int4", "int3", "int2", "int8", "nf3", "fp8", "int2-channel-gs16", "outliers"))
-@pytest.mark.parametrize("block", (8, 16, 24, 32, 48, 64, 128, 256))
+@pytest.mark.parametrize(("block", "scheme"), LENGTHS)
 def test_blocks_of_any_length(block: int, scheme: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also such as no scheme has yet: planes that end inside a tile are read another way."""
-    if "channel" in scheme and block % 16:
-        pytest.skip("groups of tokens divide the block")
     monkeypatch.setattr("kvbits.scheme.BLOCKS", (block,))
     codec = WithOutliers(Affine(3), 9) if scheme == "outliers" else Scheme.parse(f"{scheme},block={block}").key
     view = view_in(Scheme(codec, codec, residual=10, sinks=3, block=block), PLAIN, (2 * block + 13, 3))
@@ -1410,7 +1413,7 @@ def test_what_is_known_of_a_layer_goes_by_its_parameters() -> None:
 
 
 def in_another_process(isa: str) -> subprocess.CompletedProcess[str]:
-    code = "from kvbits.attend import native; print(native.instruction_set())"
+    code = "from kvbits.library import instruction_set; print(instruction_set())"
     environment = {**os.environ, "KVBITS_ISA": isa}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -1429,7 +1432,7 @@ def test_an_instruction_set_can_be_chosen() -> None:
 
 def test_the_best_instruction_set_runs() -> None:
     if "KVBITS_ISA" not in os.environ:
-        assert native.instruction_set() == ISAS[0]
+        assert instruction_set() == ISAS[0]
     assert ISAS[-1] == "scalar" and len(set(ISAS)) == len(ISAS)
     assert _native.pool() in ("openmp", "own")
 
@@ -1441,7 +1444,6 @@ def test_without_the_module_the_reference_runs(queries: int, monkeypatch: pytest
     right = assert_native(call)
     why = "it was not built: no C++ compiler when kvbits was installed"
     monkeypatch.setattr(native, "library", lambda: (None, 0, why))
-    assert native.instruction_set() is None
     assert explain(call) == [f"native: {why}", "reference: runs"]
     assert same(attend(call), right, NATIVE_ERROR)
     for got, expected in zip(view.dense(), decoded(view), strict=True):

@@ -9,14 +9,14 @@ import pytest
 import torch
 import transformers as hf
 
-from kvbits.attend import native
 from kvbits.hf.attach import cache_name, refuse_unless_served
+from kvbits.library import instruction_set
 
 VOCABULARY = 128
 NOTHING_TO_STORE = "no attention layer|cache of its own making|takes no cache"
 
 
-RUNS = f"kernel {'native' if native.instruction_set() else 'reference'}"
+RUNS = f"kernel {'native' if instruction_set() else 'reference'}"
 """What an ordinary call on this machine runs on."""
 
 

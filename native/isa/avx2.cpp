@@ -9,6 +9,7 @@ namespace {
 struct Avx2 : Lanes<8> {
     static constexpr int W = 8;
     static constexpr const char* name = "avx2";
+    static constexpr bool fused = true;
 
     static bool supported() {
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // all that have both have F16C

@@ -33,6 +33,7 @@ constexpr E4m3Tables e4m3_tables;
 struct Avx512 : Lanes<16> {
     static constexpr int W = 16;
     static constexpr const char* name = "avx512";
+    static constexpr bool fused = true;
 
     static bool supported() {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -13,6 +13,7 @@ namespace {
 struct Neon : Lanes<4> {
     static constexpr int W = 4;
     static constexpr const char* name = "neon";
+    static constexpr bool fused = true;
 
     static bool supported() {
 #if defined(__linux__)

@@ -7,6 +7,7 @@ namespace {
 struct Scalar : Lanes<4> {
     static constexpr int W = 4;
     static constexpr const char* name = "scalar";
+    static constexpr bool fused = false;  // whether fma() rounds once
     static bool supported() { return true; }
 
     static f32 fma(f32 a, f32 b, f32 c) { return a * b + c; }

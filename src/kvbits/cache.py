@@ -17,15 +17,13 @@ import torch
 
 from kvbits.attend import KVView
 from kvbits.codecs import Codec
+from kvbits.encode import Unsound, encode
 from kvbits.numerics.cast import narrow
 from kvbits.numerics.modes import without_autocast
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import BlockStore, Record
 from kvbits.types import Packed, Params
-
-LARGEST = 1e38
-"""Largest magnitude that is packed: a third of what float32 holds, so that no scale or decoded value overflows."""
 
 ENCODE_BLOCKS = 16
 """Blocks encoded at a time, so that packing a long prompt needs little memory beside it."""
@@ -211,18 +209,17 @@ class LayerCache:
         for first in range(0, blocks, ENCODE_BLOCKS):
             last = min(blocks, first + ENCODE_BLOCKS)
             piece = x[:, :, sinks + first * block : sinks + last * block].unflatten(2, (-1, block))
-            limit = min(LARGEST, torch.finfo(piece.dtype).max)  # 1e38 itself is infinite in float16
-            sound = piece.abs() <= limit  # False for NaN too
-            if not bool(sound.all()):
+            try:
+                packed.append(encode(codec, piece, params))
+            except Unsound as found:
                 raise ValueError(
-                    f"{self.name}: {int((~sound).sum())} of the {what} to be packed are NaN, infinite or above "
-                    f"{limit:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model is "
-                    "broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
-                )
+                    f"{self.name}: {found.count} of the {what} to be packed are NaN, infinite or above "
+                    f"{found.limit:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model "
+                    "is broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
+                ) from None
             if params and what not in self.warned and (warning := codec.saturation(piece, params)):
                 self.warned.add(what)
                 warnings.warn(f"{self.name}, {what}: {warning}", RuntimeWarning, stacklevel=2)
-            packed.append(codec.encode(piece, params))
         return packed
 
     def _rest(self, work: torch.Tensor, total: list[int], left: list[int]) -> torch.Tensor:

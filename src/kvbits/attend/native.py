@@ -7,14 +7,13 @@ codes meet the query in integer dot products with 16-bit factors and float32 sum
 from __future__ import annotations
 
 import functools
-import os
 import warnings
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from kvbits.codecs import Codec
+from kvbits.library import DTYPES, LEVELS, PER, library
 from kvbits.numerics import groups
 from kvbits.store import Slot
 from kvbits.types import Params
@@ -26,38 +25,7 @@ if TYPE_CHECKING:  # a view decodes itself with this kernel
 QUERIES_AT_ONCE = 256
 """Query tokens that meet the history together: memory beside the cache does not grow with a longer chunk."""
 
-_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool, torch.uint16)
-_LEVELS = ("uniform", "table", "e4m3", "exact")
-_PER = ("token", "channel", "layer", "element")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@functools.cache
-def library() -> tuple[ModuleType | None, int, str]:
-    """The compiled module, the instruction set in use, and why there is none.
-
-    ``KVBITS_ISA`` names another instruction set than the best, for debugging only.
-
-    Raises:
-        ValueError: if it names one that this build or this processor does not have.
-    """
-    try:
-        from kvbits import _native
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError)
-        return None, 0, "it was not built: no C++ compiler when kvbits was installed" if missing else str(error)
-    _native.set_dtypes(list(_DTYPES))
-    names = _native.names()
-    wanted = os.environ.get("KVBITS_ISA", names[0])
-    if wanted not in names:
-        raise ValueError(f"KVBITS_ISA={wanted!r} is not available here; allowed are {', '.join(names)}")
-    return _native, names.index(wanted), wanted
-
-
-def instruction_set() -> str | None:
-    """The instruction set that the kernel uses here, such as ``avx512``; None where it is not built."""
-    module, _, name = library()
-    return name if module else None
 
 
 def why_not(call: Call) -> list[str]:
@@ -83,20 +51,17 @@ def why_not_view(view: KVView) -> list[str]:
     device = view.keys.device.type
     if device != "cpu":
         return [f"tensors are on {device}"]
-    channels = max(view.keys.shape[3], view.values.shape[3])
-    block = view.blocks.record.tokens
-    reasons = {
-        f"{view.keys.dtype} keys and {view.values.dtype} values": not {view.keys.dtype, view.values.dtype}
-        <= set(_FLOATS),
-        f"head_dim {channels} is not a multiple of 8 up to 512": channels > 512
-        or view.keys.shape[3] % 8 != 0
-        or view.values.shape[3] % 8 != 0,
-        f"blocks of {block} tokens are longer than 4096": block > 4096,
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if not found and (refused := _layout(view).refused):
-        found.append(f"{view.scheme}: {refused}")
-    return found
+    reasons, types = [], (view.keys.dtype, view.values.dtype)
+    if types[0] not in _FLOATS or types[1] not in _FLOATS:
+        reasons.append(f"{types[0]} keys and {types[1]} values")
+    for channels in (view.keys.shape[3], view.values.shape[3]):
+        if channels % 8 or not 0 < channels <= 512:
+            reasons.append(f"head_dim {channels} is not a multiple of 8 up to 512")
+    if view.blocks.record.tokens > 4096:
+        reasons.append(f"blocks of {view.blocks.record.tokens} tokens are longer than 4096")
+    if not reasons and (refused := _layout(view).refused):
+        reasons.append(f"{view.scheme}: {refused}")
+    return reasons
 
 
 def run(call: Call) -> torch.Tensor:
@@ -187,7 +152,7 @@ def _empty_layout(view: KVView) -> _Layout:
     module = library()[0]
     assert module is not None
     side = {
-        "bits": 0, "levels": _LEVELS.index("exact"), "per": _PER.index("element"), "type": _DTYPES.index(torch.float32),
+        "bits": 0, "levels": LEVELS.index("exact"), "per": PER.index("element"), "type": DTYPES.index(torch.float32),
         "length": 0, "groups": 0, "zero": False, "fixed": False, "outliers": 0, "codes": 0,
     }  # fmt: skip
     channels = view.keys.shape[3], view.values.shape[3]
@@ -208,9 +173,9 @@ def side_of(codec: Codec, slots: tuple[Slot, ...], params: Params, tokens: int) 
     table = codec.table(params)
     return {
         "bits": form.bits,
-        "levels": _LEVELS.index(form.levels),
-        "per": _PER.index(form.per),
-        "type": _DTYPES.index(at["codes"].part.dtype) if form.levels == "exact" else 0,
+        "levels": LEVELS.index(form.levels),
+        "per": PER.index(form.per),
+        "type": DTYPES.index(at["codes"].part.dtype) if form.levels == "exact" else 0,
         "channels": channels,
         "length": length,
         "groups": -(-across // length) if length else 0,

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbits.attend import Call, choose
+from kvbits.attend import Call, choose, explain
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, packed_pair
 from kvbits.numerics.modes import outside_graphs, without_autocast
@@ -158,6 +158,8 @@ def _over_packed(
     )
     kernel = choose(call)
     pair.trace.outcome = f"kernel {kernel.name}"
+    if pair.trace.asked:
+        pair.trace.kernels = explain(call)
     with torch.no_grad(), without_autocast():
         out = kernel.run(call)
     if torch.is_grad_enabled() and (query.requires_grad or pair.ends_gradients):

@@ -84,13 +84,15 @@ def _explain(model: PreTrainedModel, scheme: Scheme, sliding: bool) -> Explanati
     # The same codecs, with nothing kept back: one block of tokens is then enough to have packed history.
     probe = replace(scheme, residual=0, sinks=0) if scheme.packs else scheme
     cache = cache_for(model, probe, sliding=sliding)
+    for layer in cache.packed_layers:
+        layer.trace.asked = True
     _probe(model, cache_name(model), cache, probe.block)
     shown = cache_for(model, scheme, sliding=sliding)
     paths = []
     for index, (layer, real) in enumerate(zip(cache.layers, shown.layers, strict=True)):
         if isinstance(layer, PackedLayer) and isinstance(real, PackedLayer):
             step = layer.trace.outcome
-            paths.append(LayerPath(index, str(real.core.scheme), step, _why(model, step)))
+            paths.append(LayerPath(index, str(real.core.scheme), step, _why(model, step, layer.trace.kernels)))
         else:
             kind = type(real).__name__
             paths.append(LayerPath(index, f"{kind}, exact", "own", "not a full-attention layer: the model's own cache"))
@@ -126,9 +128,10 @@ def _special_tokens(config: Mapping[Any, Any]) -> set[int]:
     return found
 
 
-def _why(model: PreTrainedModel, step: str) -> str:
+def _why(model: PreTrainedModel, step: str, kernels: list[str]) -> str:
     if step.startswith("kernel"):
-        return "attention straight from the packed blocks"
+        passed_over = itertools.takewhile(lambda line: not line.endswith(": runs"), kernels)
+        return "; ".join(["attention straight from the packed blocks", *(f"not {line}" for line in passed_over)])
     if step == "stock":
         return "this scheme packs nothing: attention over the exact buffer"
     if not model._can_set_attn_implementation():

@@ -18,10 +18,18 @@ from kvbits.numerics.modes import outside_graphs, without_autocast
 
 
 class Trace:
-    """What became of a layer's last update: ``kernel``, ``stock`` or ``decoded``, for ``explain``."""
+    """What became of a layer's last update: ``kernel``, ``stock`` or ``decoded``, for ``explain``.
+
+    Attributes:
+        outcome: which it was.
+        asked: whether to note in ``kernels`` what each kernel said of the call.
+        kernels: one line for each kernel.
+    """
 
     def __init__(self) -> None:
         self.outcome = "nothing yet"
+        self.asked = False
+        self.kernels: list[str] = []
 
 
 class Pair:
