@@ -24,7 +24,8 @@ inline const char* name_of(Type type) {
 
 // The memory of a CPU tensor of one of `types`, and which of them it is.
 inline uint8_t* memory_of(nb::handle tensor, const char* what, std::initializer_list<Type> types, Type& found) {
-    const nb::object dtype = tensor.attr("dtype");
+    const nb::object dtype = nb::getattr(tensor, "dtype", nb::none());
+    if (dtype.is_none()) throw nb::type_error((std::string(what) + " is not a tensor").c_str());
     for (const Type type : types)
         if (dtypes[int(type)] == dtype.ptr()) found = type;
     if (found == Type::none) {
@@ -69,8 +70,8 @@ inline void require(bool holds, const std::string& message) {
 
 // float32, contiguous, of exactly this shape; nullptr for None.
 inline const float* floats_of(nb::handle tensor, const char* what, std::initializer_list<int64_t> shape) {
-    const Array array = array_of(tensor, what, int(shape.size()), {Type::f32}, true);
-    if (!array.data) return nullptr;
+    if (tensor.is_none()) return nullptr;
+    const Array array = array_of(tensor, what, int(shape.size()), {Type::f32});
     int64_t expected = 4;
     int i = int(shape.size());
     for (auto size = std::rbegin(shape); size != std::rend(shape); ++size) {

@@ -486,17 +486,24 @@ template <class I> struct Piece {
                 const int which = job.mask_heads > 1 ? row : row % job.queries;
                 if (biased != which) make_bias(row, tokens, first_token, gap_from, gap);
                 biased = which;
-                for (int t = 0; t < tokens; t += I::W) store(score + t, load<f32>(score + t) + load<f32>(s.bias + t));
+                for (int t = 0; t < tokens; t += I::W) {
+                    const f32 bias = load<f32>(s.bias + t);  // what is hidden stays hidden, also where it is NaN
+                    store(score + t, bias == -__builtin_inff() ? bias : load<f32>(score + t) + bias);
+                }
             }
             const int whole = padded(tokens);
             for (int t = tokens; t < whole; ++t) score[t] = -__builtin_inff();
-            f32 peak = load<f32>(score);
-            for (int t = I::W; t < whole; t += I::W) peak = maximum<f32>(load<f32>(score + t), peak);
+            f32 peak = splat<f32>(-__builtin_inff());
+            for (int t = 0; t < whole; t += I::W) peak = maximum<f32>(load<f32>(score + t), peak);
             const float top = largest(peak), old = partial.top(row);
             // A NaN among the scores loses every comparison; it still reaches the sums below.
             const float now = top > old ? top : old;
             peak_weight[r] = now == -__builtin_inff() ? 0.0f : __builtin_expf(top - now);
-            if (now == -__builtin_inff()) {
+            if (now == -__builtin_inff()) {  // nothing seen, or nothing but NaN
+                f32 all{};
+                for (int t = 0; t < whole; t += I::W) all += load<f32>(score + t);
+                const float total = sum(all);
+                if (total != total) partial.weight(row) = total;
                 std::memset(score, 0, sizeof(float) * size_t(whole));
                 continue;
             }
@@ -555,6 +562,7 @@ template <class I> struct Piece {
     void packed_values(const uint8_t* record, Partial& partial, int first_row, int rows) {
         const Side& v = job.record.value;
         const int tokens = job.record.tokens;
+        if (v.outliers) sparse_values(record, rows, partial, first_row);
         if (floats(v)) {
             if (v.levels == Levels::e4m3)
                 for (int r = 0; r < rows; ++r)
@@ -583,7 +591,6 @@ template <class I> struct Piece {
             }
             return;
         }
-        if (v.outliers) sparse_values(record, rows, partial, first_row);
         over_rows(rows, [&](auto n, int first) {
             if (v.per == Per::token)
                 values_per_token<decltype(n)::value>(partial, first_row, first);

@@ -74,7 +74,8 @@ struct IntegerLevels {
             base = side.table[i] < base ? side.table[i] : base;
             top = side.table[i] > top ? side.table[i] : top;
         }
-        unit = top > base ? (top - base) / 65535.0f : 1.0f;
+        unit = (top - base) / 65535.0f;
+        if (unit == 0) unit = 1;
         for (int i = 0; i < count; ++i) {
             const int n = int(__builtin_rintf((side.table[i] - base) / unit));
             high[i] = uint8_t(n >> 8);

@@ -1,23 +1,51 @@
 // The Python module: checks what it is given, cuts the work into spans, and runs them without the GIL.
 
+#include <cmath>
+
 #include "binding.hpp"
 
 namespace kvbits {
 namespace {
 
 const std::initializer_list<Type> element_types = {Type::f32, Type::bf16, Type::f16};
+constexpr int64_t most_tokens = 1 << 30;  // own tokens and columns are counted in 32 bits
+constexpr int most_threads = 1024;
 
 // -- layouts -----------------------------------------------------------------------------------------------------
 
+template <class T> T cast(nb::handle from, const char* what) {
+    T to;
+    if (!nb::try_cast(from, to)) throw nb::type_error((std::string(what) + " cannot be " + nb::repr(from).c_str()).c_str());
+    return to;
+}
+
 template <class T> T field(const nb::dict& from, const char* name) {
     if (!from.contains(name)) throw nb::value_error((std::string("the layout lacks ") + name).c_str());
-    return nb::cast<T>(from[name]);
+    return cast<T>(from[name], name);
 }
 
 int64_t part(int64_t offset, int64_t bytes, int64_t record, const char* what) {
-    require(offset >= 0 && offset % 2 == 0 && bytes >= 0 && offset + bytes <= record,
+    require(offset >= 0 && offset % 2 == 0 && bytes >= 0 && bytes <= record && offset <= record - bytes,
             std::string(what) + " does not lie inside the record");
     return offset;
+}
+
+// What the kernels have arithmetic for, beyond what the enums can say.
+void check_format(const Side& side, int tokens) {
+    require(side.bits == 2 || side.bits == 3 || side.bits == 4 || side.bits == 8, "codes have 2, 3, 4 or 8 bits");
+    require(side.levels == Levels::uniform || (side.levels == Levels::table && side.bits <= 4) ||
+                (side.levels == Levels::e4m3 && side.bits == 8), "levels do not fit the bits");
+    require(side.per == Per::token || side.per == Per::channel || side.per == Per::layer, "unknown direction of groups");
+    require(side.length > 0 && side.groups > 0, "groups are missing");
+    const int across = side.per == Per::token ? side.channels : tokens;
+    require(int64_t(side.length) * side.groups >= across && int64_t(side.length) * (side.groups - 1) < across, "groups do not cover the block");
+    if (side.levels == Levels::e4m3)
+        require(!side.zero && side.per != Per::channel && side.groups == 1, "e4m3 has one scale per token or per layer, and no zero");
+    else
+        require(side.per != Per::layer, "only e4m3 has one scale per layer");
+    require(side.fixed ? side.per != Per::token && side.groups == 1 : side.per != Per::layer, "static scales are per layer or per channel");
+    if (side.per == Per::channel && !side.fixed)
+        require(side.length % 16 == 0 && tokens % side.length == 0, "groups of tokens must be multiples of 16 that divide the block");
 }
 
 Side side_of(const nb::dict& from, int tokens, int64_t record) {
@@ -36,18 +64,11 @@ Side side_of(const nb::dict& from, int tokens, int64_t record) {
     int64_t code_bytes;
     if (side.levels == Levels::exact) {
         require(side.type == Type::f32 || side.type == Type::bf16 || side.type == Type::f16, "exact elements of an unknown type");
+        require(side.bits == 0, "exact elements have no codes");
         code_bytes = int64_t(tokens) * side.channels * size_of(side.type);
     } else {
-        require(side.bits == 2 || side.bits == 3 || side.bits == 4 || side.bits == 8, "codes have 2, 3, 4 or 8 bits");
-        require((side.levels == Levels::uniform) || (side.levels == Levels::table && side.bits <= 4) ||
-                    (side.levels == Levels::e4m3 && side.bits == 8), "levels do not fit the bits");
+        check_format(side, tokens);
         code_bytes = int64_t(tokens) * side.channels * side.bits / 8;
-        require(side.length > 0 && side.groups > 0, "groups are missing");
-        const int across = side.per == Per::token ? side.channels : tokens;
-        require(int64_t(side.length) * side.groups >= across && int64_t(side.length) * (side.groups - 1) < across, "groups do not cover the block");
-        if (side.per != Per::token && !side.fixed)
-            require(side.length % 16 == 0 && tokens % side.length == 0, "groups of tokens must be multiples of 16 that divide the block");
-        require(side.per != Per::element && (side.per != Per::layer || side.fixed), "unknown direction of groups");
         if (!side.fixed) {
             const int64_t count = int64_t(side.groups) * (side.per == Per::token ? tokens : side.channels);
             side.scale = part(field<int64_t>(from, "scale"), 2 * count, record, "scale");
@@ -55,15 +76,18 @@ Side side_of(const nb::dict& from, int tokens, int64_t record) {
         }
         const auto table = field<std::vector<float>>(from, "table");
         require(side.levels != Levels::table || int(table.size()) == side.levels_count(), "the table has the wrong length");
-        for (int i = 0; i < side.levels_count(); ++i) side.table[i] = side.levels == Levels::table ? table[size_t(i)] : float(i);
+        for (int i = 0; i < side.levels_count(); ++i) {
+            side.table[i] = side.levels == Levels::table ? table[size_t(i)] : float(i);
+            require(std::fabs(side.table[i]) <= 1e38f, "the table has levels that are not finite");  // nor is their range
+        }
     }
     side.codes = part(field<int64_t>(from, "codes"), code_bytes, record, "codes");
     require(side.outliers >= 0, "a negative number of outliers");
     if (side.outliers) {
         require(int64_t(tokens) * side.channels <= 65536, "outliers index at most 65536 elements");
         require(side.levels != Levels::exact, "exact elements have no outliers");
-        side.outlier_index = part(field<int64_t>(from, "outlier_index"), 2 * side.outliers, record, "outlier_index");
-        side.outlier_value = part(field<int64_t>(from, "outlier_value"), 2 * side.outliers, record, "outlier_value");
+        side.outlier_index = part(field<int64_t>(from, "outlier_index"), 2 * int64_t(side.outliers), record, "outlier_index");
+        side.outlier_value = part(field<int64_t>(from, "outlier_value"), 2 * int64_t(side.outliers), record, "outlier_value");
     }
     return side;
 }
@@ -82,7 +106,7 @@ Record record_of(int tokens, int64_t bytes, const nb::dict& key, const nb::dict&
 // -- attention ---------------------------------------------------------------------------------------------------
 
 std::vector<int> counts_of(nb::handle counts, int batch, int64_t most, const char* what) {
-    auto all = nb::cast<std::vector<int>>(counts);
+    auto all = cast<std::vector<int>>(counts, what);
     require(int(all.size()) == batch, std::string(what) + " must have one number for each row");
     for (const int count : all) require(count >= 0 && count <= most, std::string(what) + " is out of range");
     return all;
@@ -102,14 +126,15 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
     job.packed_query = array_of(packed_query, "packed_query", 4, element_types, true);
     job.output = array_of(output, "output", 4, element_types);
     const int64_t batch = job.keys.shape[0], heads = job.keys.shape[1], q_heads = job.query.shape[1], queries = job.query.shape[2];
-    require(batch > 0 && heads > 0 && queries > 0 && batch * heads < (1 << 24) && queries < (1 << 20), "an empty or enormous call");
+    require(batch > 0 && heads > 0 && queries > 0 && batch * heads < (1 << 24) && q_heads < (1 << 24) &&
+                queries < (1 << 24) && q_heads * queries < (1 << 24), "an empty or enormous call");
     require(job.keys.shape[3] == k.channels && job.values.shape[3] == v.channels, "keys or values do not have the layout's channels");
     require(job.values.shape[0] == batch && job.values.shape[1] == heads && job.values.shape[2] == job.keys.shape[2],
             "keys and values differ in rows, heads or tokens");
     require(job.query.shape[0] == batch && job.query.shape[3] == k.channels && q_heads % heads == 0 && q_heads > 0, "query does not fit the keys");
     require(job.output.shape[0] == batch && job.output.shape[1] == q_heads && job.output.shape[2] == queries && job.output.shape[3] == v.channels,
             "output does not fit query and values");
-    if (job.packed_query.data)
+    if (job.packed_query.type != Type::none)
         for (int i = 0; i < 4; ++i) require(job.packed_query.shape[i] == job.query.shape[i], "packed_query does not fit query");
     job.batch = int(batch);
     job.heads = int(heads);
@@ -135,11 +160,15 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
         }
     }
     require(first_token >= 0 && sinks >= 0 && dropped >= 0, "negative token numbers");
+    require(int64_t(first_token) + int64_t(most) * record.tokens < most_tokens && job.keys.shape[2] + int64_t(most) * record.tokens + dropped < most_tokens,
+            "more tokens than can be numbered");
+    require(offset >= 0 && offset < most_tokens && window >= 0 && first_query_column >= 0 && first_query_column < most_tokens,
+            "offset, window or column of the first query is out of range");
     job.first_token = first_token;
     job.sinks = sinks;
     job.dropped = dropped;
 
-    const auto fixed = nb::cast<nb::tuple>(statics);
+    const auto fixed = cast<nb::tuple>(statics, "statics");
     require(fixed.size() == 4, "statics are key scale, key zero, value scale, value zero");
     const auto parameter = [&](size_t i, const Side& side, const char* what, bool wanted) -> const float* {
         const float* found = !wanted ? nullptr
@@ -154,14 +183,14 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
     job.value_zero = parameter(3, v, "value zero", v.fixed && v.zero);
 
     if (!transforms.is_none()) {
-        const auto all = nb::cast<nb::tuple>(transforms);
+        const auto all = cast<nb::tuple>(transforms, "transforms");
         require(all.size() == 6, "transforms are key mean, value mean, value rotation, cos, sin, interleaved");
         job.key_mean = floats_of(all[0], "key mean", {heads, k.channels});
         job.value_mean = floats_of(all[1], "value mean", {heads, v.channels});
         job.value_rotation = floats_of(all[2], "value rotation", {v.channels, v.channels});
         const Array cos = array_of(all[3], "cos", 3, {Type::f32}, true), sin = array_of(all[4], "sin", 3, {Type::f32}, true);
-        require(bool(cos.data) == bool(sin.data), "cos without sin");
-        if (cos.data) {
+        require((cos.type == Type::none) == (sin.type == Type::none), "cos without sin");
+        if (cos.type != Type::none) {
             for (int i = 0; i < 3; ++i) require(cos.shape[i] == sin.shape[i] && cos.stride[i] == sin.stride[i], "cos and sin differ");
             require((cos.shape[0] == 1 || cos.shape[0] == batch) && 2 * cos.shape[2] <= k.channels && cos.shape[2] > 0, "cos does not fit the keys");
             require(cos.shape[1] >= int64_t(first_token) + int64_t(most) * record.tokens, "cos has too few rows for the packed tokens");
@@ -171,13 +200,13 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
             job.angle_batch = cos.shape[0] == 1 ? 0 : cos.stride[0] / 4;
             job.angle_row = cos.stride[1] / 4;
             job.pairs = int(cos.shape[2]);
-            job.interleaved = nb::cast<bool>(all[5]);
+            job.interleaved = cast<bool>(all[5], "interleaved");
         }
     }
 
     job.mask = array_of(mask, "mask", 4, {Type::boolean, Type::f32, Type::bf16, Type::f16}, true);
-    if (job.mask.data) {
-        require((job.mask.shape[0] == 1 || job.mask.shape[0] == batch) && (job.mask.shape[1] == 1 || job.mask.shape[1] == q_heads) &&
+    if (job.mask.type != Type::none) {
+        require(job.mask.shape[3] > 0 && (job.mask.shape[0] == 1 || job.mask.shape[0] == batch) && (job.mask.shape[1] == 1 || job.mask.shape[1] == q_heads) &&
                     job.mask.shape[2] == queries, "mask does not fit the query");
         job.mask_batch = int(job.mask.shape[0]);
         job.mask_heads = int(job.mask.shape[1]);
@@ -201,7 +230,7 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
     job.sink_logits = floats_of(sink_logits, "sink_logits", {q_heads});
     const Kernels& kernels = kernels_at(isa);
     const nb::gil_scoped_release released;
-    attend(job, kernels, threads < 1 ? 1 : threads);
+    attend(job, kernels, threads < 1 ? 1 : threads > most_threads ? most_threads : threads);
 }
 
 // Decode blocks first .. last - 1 of each row of one side into out [B, H, (last - first) * tokens, D].
@@ -214,7 +243,8 @@ void decode_tensors(const Record& record, bool value_side, int isa, int threads,
     require(out.shape[2] % record.tokens == 0 && out.shape[3] == side.channels, "output does not fit the layout");
     require(blocks.shape[1] == heads && blocks.shape[2] == record.bytes && (blocks.shape[0] == 0 || (blocks.stride[1] == record.bytes &&
             blocks.stride[0] == record.bytes * heads)), "pool does not fit the layout");
-    require(rows.shape[0] == batch && first >= 0 && first + count <= rows.shape[1], "table does not have these blocks");
+    require(reinterpret_cast<uintptr_t>(blocks.data) % 2 == 0, "pool is not aligned");
+    require(rows.shape[0] == batch && first >= 0 && count <= rows.shape[1] - first, "table does not have these blocks");
     const auto* at = reinterpret_cast<const int64_t*>(rows.data);
     for (int64_t b = 0; b < batch; ++b)
         for (int64_t n = first; n < first + count; ++n) {
@@ -231,7 +261,7 @@ void decode_tensors(const Record& record, bool value_side, int isa, int threads,
     }
     const Kernels& kernels = kernels_at(isa);
     const nb::gil_scoped_release released;
-    parallel(batch * heads * count, threads, [&](int64_t index) {
+    parallel(batch * heads * count, threads > most_threads ? most_threads : threads, [&](int64_t index) {
         const int64_t n = index / (batch * heads), b = index / heads % batch, h = index % heads;
         const uint8_t* block = blocks.data + (at[b * rows.stride[0] / 8 + first + n] * heads + h) * record.bytes;
         const int64_t move = layer ? 0 : h * side.channels;
@@ -246,6 +276,7 @@ void decode_tensors(const Record& record, bool value_side, int isa, int threads,
 
 NB_MODULE(_native, m) {
     using namespace kvbits;
+    nb::set_leak_warnings(false);  // caches may well live until the interpreter exits
     m.doc() = "Kernels of kvbits for the CPU. Private: use kvbits.attend and kvbits.encode.";
     nb::class_<Record>(m, "Layout", "What a block looks like to the kernels.")
         .def("__init__", [](Record* self, int tokens, int64_t bytes, const nb::dict& key, const nb::dict& value) {

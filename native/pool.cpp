@@ -15,10 +15,15 @@ namespace {
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
+#if defined(__unix__)
+const pid_t loaded_by = getpid();
+#endif
+
+// GNU OpenMP, where it can be used. In a forked child it would wait for threads that only the parent has.
 Parallel openmp() {
 #if defined(__unix__)
     static const auto found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    return found;
+    return getpid() == loaded_by ? found : nullptr;
 #else
     return nullptr;
 #endif

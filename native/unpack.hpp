@@ -157,10 +157,7 @@ template <class I> inline void from_float(Type type, const float* from, int64_t 
         std::memcpy(out, from, size_t(count) * 4);
     } else if (type == Type::bf16) {
         for (; i + I::W <= count; i += I::W) store_bf16<I>(half + i, load<typename I::f32>(from + i));
-        for (; i < count; ++i) {
-            const auto word = bits<uint32_t>(from[i]);
-            half[i] = uint16_t((word + 0x7FFF + (word >> 16 & 1)) >> 16);
-        }
+        for (; i < count; ++i) half[i] = float_to_bf16(from[i]);
     } else {
         // Saturating: a rounding error above 65,504 must not become infinity. NaN stays NaN.
         using f32 = typename I::f32;

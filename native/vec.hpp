@@ -70,12 +70,19 @@ template <class I> inline typename I::f32 load_bf16(const uint16_t* at) {
     return bits<typename I::f32>(__builtin_convertvector(load<typename I::u16>(at), typename I::u32) << 16);
 }
 
-// Round to nearest even; what is stored is finite.
+// Round to nearest even. The carry must not turn a NaN into a number.
 template <class I> inline void store_bf16(uint16_t* at, typename I::f32 x) {
     using u32 = typename I::u32;
     u32 word = bits<u32>(x);
     word += 0x7FFF + ((word >> 16) & 1);
+    word = (word & u32(x == x)) | (0x7FC00000 & ~u32(x == x));
     store(at, __builtin_convertvector(word >> 16, typename I::u16));
+}
+
+inline uint16_t float_to_bf16(float x) {
+    if (x != x) return 0x7FC0;
+    const auto word = bits<uint32_t>(x);
+    return uint16_t((word + 0x7FFF + (word >> 16 & 1)) >> 16);
 }
 
 // e^x to about 2e-7 relative; 0 for x below -87, -inf included. NaN stays NaN.

@@ -130,7 +130,7 @@ Side side_of(int tokens, int channels, int64_t& offset) {
         side.scale = place(2 * count);
         if (side.zero) side.zeros = place(2 * count);
     }
-    if (kind != 1 && chance(25) && tokens * channels <= 65536) {
+    if (chance(25) && tokens * channels <= 65536) {
         side.outliers = any(1, tokens * channels / 50 + 1);
         side.outlier_index = place(2 * side.outliers);
         side.outlier_value = place(2 * side.outliers);

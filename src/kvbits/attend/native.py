@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,8 @@ def why_not(call: Call) -> list[str]:
         reasons.append(f"{call.query.dtype} is computed in full only by the reference")
     if call.view.key_transform.rotation is not None and call.view.key_transform.rope is not None:
         reasons.append("keys are rotated and stored before the rotary embedding")
+    if call.view.value_transform.rope is not None:
+        reasons.append("values have a rotary embedding")
     return reasons
 
 
@@ -57,6 +59,8 @@ def why_not_view(view: KVView) -> list[str]:
             reasons.append(f"head_dim {channels} is not a multiple of 8 up to 512")
     if view.blocks.record.tokens > 4096:
         reasons.append(f"blocks of {view.blocks.record.tokens} tokens are longer than 4096")
+    if not reasons and (refused := _layout(view).refused):
+        reasons.append(f"{view.scheme}: {refused}")
     return reasons
 
 
@@ -78,44 +82,82 @@ def _attend(call: Call, query: torch.Tensor, out: torch.Tensor, mask: torch.Tens
     assert module is not None
     view = call.view
     blocks, record = view.blocks, view.blocks.record
-    layout, statics = _layout(view)
-    if query.stride(3) != 1:
-        query = query.contiguous()
-    if mask is not None and (mask.stride(3) != 1 or mask.dtype == torch.float64):
-        mask = mask.to(
-            torch.promote_types(mask.dtype, torch.float32) if mask.dtype != torch.bool else None
-        ).contiguous()
+    layout = _layout(view)
+    query, keys, values = _lines(query), _lines(view.keys), _lines(view.values)
+    if mask is not None:
+        mask = _lines(mask.float() if mask.dtype == torch.float64 else mask)
     packed_query, transforms = _transforms(view, query)
     first_token = view.sinks + view.dropped
     plain = call.window is None and view.rows.valid is None and view.offset == 0
-    table = blocks.table
+    pool = blocks.pool if blocks.longest else blocks.pool[:0]
     module.attend(
-        layout, isa, torch.get_num_threads(), out, query, packed_query, blocks.pool, table, blocks.counts, first_token,
-        view.keys, view.values, view.held, view.sinks, view.dropped, statics, transforms, mask, view.rows.column_of,
-        view.offset, column, call.window or 0,
+        layout.blocks, isa, torch.get_num_threads(), out, query, packed_query, pool, blocks.table, blocks.counts,
+        first_token, keys, values, view.held, view.sinks, view.dropped, layout.statics, transforms, mask,
+        view.rows.column_of, view.offset, column, call.window or 0,
         plain and first_token + blocks.longest * record.tokens <= column + 1, plain and column == view.rows.columns - 1,
         call.scaling, call.softcap or 0.0, None if call.sink_logits is None else call.sink_logits.float().contiguous(),
     )  # fmt: skip
 
 
-def _layout(view: KVView) -> tuple[Any, tuple[torch.Tensor | None, ...]]:
-    """What the module knows of the layer's blocks, and its static parameters; made once for a layer."""
-    record, memo = view.blocks.record, view.blocks.record.memo
-    held = memo.get("native")
-    if held is not None and held[0] is view.key_params and held[1] is view.value_params:
-        return held[2], held[3]
+def _lines(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with the elements of its last dimension side by side; any other stride the module takes as it is."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _Layout(NamedTuple):
+    """What the module knows of a layer's blocks, and the layer's static parameters.
+
+    Attributes:
+        key_params, value_params: what it was made from; a layer gets others when it is fitted again.
+        blocks: the module's own, or None.
+        statics: of keys and values.
+        refused: why there is none.
+    """
+
+    key_params: Params
+    value_params: Params
+    blocks: Any
+    statics: tuple[torch.Tensor | None, ...]
+    refused: str
+
+
+def _layout(view: KVView) -> _Layout:
+    """Made once for a layer. Where nothing is packed, codecs may have nothing to say yet, and are not asked."""
+    memo = view.blocks.record.memo
+    name = "native" if view.blocks.longest else "native, nothing packed"
+    held: _Layout | None = memo.get(name)
+    if held is None or held.key_params is not view.key_params or held.value_params is not view.value_params:
+        memo[name] = held = _make_layout(view) if view.blocks.longest else _empty_layout(view)
+    return held
+
+
+def _make_layout(view: KVView) -> _Layout:
     module = library()[0]
     assert module is not None
-    scheme = view.scheme
-    layout = module.Layout(
-        record.tokens,
-        record.nbytes,
-        side_of(scheme.key, record.keys, view.key_params, record.tokens),
-        side_of(scheme.value, record.values, view.value_params, record.tokens),
-    )
-    statics = (*static_of(scheme.key, view.key_params), *static_of(scheme.value, view.value_params))
-    memo["native"] = (view.key_params, view.value_params, layout, statics)
-    return layout, statics
+    record, key, value = view.blocks.record, view.scheme.key, view.scheme.value
+    try:
+        blocks = module.Layout(
+            record.tokens,
+            record.nbytes,
+            side_of(key, record.keys, view.key_params, record.tokens),
+            side_of(value, record.values, view.value_params, record.tokens),
+        )
+    except ValueError as error:
+        return _Layout(view.key_params, view.value_params, None, (), str(error))
+    statics = (*static_of(key, view.key_params), *static_of(value, view.value_params))
+    return _Layout(view.key_params, view.value_params, blocks, statics, "")
+
+
+def _empty_layout(view: KVView) -> _Layout:
+    module = library()[0]
+    assert module is not None
+    side = {
+        "bits": 0, "levels": LEVELS.index("exact"), "per": PER.index("element"), "type": DTYPES.index(torch.float32),
+        "length": 0, "groups": 0, "zero": False, "fixed": False, "outliers": 0, "codes": 0,
+    }  # fmt: skip
+    channels = view.keys.shape[3], view.values.shape[3]
+    blocks = module.Layout(8, 8 * 4 * max(channels), *({**side, "channels": count} for count in channels))
+    return _Layout(view.key_params, view.value_params, blocks, (None, None, None, None), "")
 
 
 def side_of(codec: Codec, slots: tuple[Slot, ...], params: Params, tokens: int) -> dict[str, Any]:
@@ -162,12 +204,19 @@ def static_of(codec: Codec, params: Params) -> tuple[torch.Tensor | None, torch.
 def _transforms(view: KVView, query: torch.Tensor) -> tuple[torch.Tensor | None, tuple[Any, ...] | None]:
     """The query as packed keys need it, and the rest of what was done to packed keys and values."""
     key, value = view.key_transform, view.value_transform
-    if key is value:  # neither has any
+    if all(x is None for x in (key.mean, key.rotation, key.rope, value.mean, value.rotation)):
         return None, None
-    rotated = None if key.rotation is None else query.float() @ key.rotation
-    cos, sin = (None, None) if key.rope is None else (key.rope.cos, key.rope.sin)
+    key_mean, rotation, value_mean, value_rotation = (
+        None if x is None else x.float().contiguous() for x in (key.mean, key.rotation, value.mean, value.rotation)
+    )
+    cos = sin = None
+    if key.rope is not None:
+        cos, sin = _lines(key.rope.cos), _lines(key.rope.sin)
+        if cos.stride() != sin.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+    rotated = None if rotation is None else query.float() @ rotation
     interleaved = key.rope is not None and key.rope.interleaved
-    return rotated, (key.mean, value.mean, value.rotation, cos, sin, interleaved)
+    return rotated, (key_mean, value_mean, value_rotation, cos, sin, interleaved)
 
 
 def decode(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,16 +227,15 @@ def decode(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
     """
     module, isa, _ = library()
     assert module is not None
-    layout, statics = _layout(view)
+    layout = _layout(view)
     blocks = view.blocks
     sides = []
     for value_side, like in enumerate((view.keys, view.values)):
         tokens = blocks.longest * blocks.record.tokens
         out = like.new_empty(*like.shape[:2], tokens, like.shape[3])
-        parameters = statics[2 * value_side : 2 * value_side + 2]
-        module.decode(
-            layout, bool(value_side), isa, torch.get_num_threads(), out, blocks.pool, blocks.table, 0, *parameters
-        )
+        scale, zero = layout.statics[2 * value_side : 2 * value_side + 2]
+        threads = torch.get_num_threads()
+        module.decode(layout.blocks, bool(value_side), isa, threads, out, blocks.pool, blocks.table, 0, scale, zero)
         sides.append(out)
     return sides[0], sides[1]
 
