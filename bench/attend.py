@@ -217,8 +217,8 @@ def chunk_rows(rounds: int, tokens: int, names: tuple[str, ...]) -> list[dict[st
                         "kind": "chunk", "scheme": name, "q_heads": q_heads, "kv_heads": heads, "head_dim": channels,
                         "tokens": tokens, "queries": queries, "dtype": str(dtype).removeprefix("torch."),
                         "ms": 1e3 * medians[name], "best_sdpa_ms": 1e3 * best_sdpa,
-                        "speed_against_sdpa": best_sdpa / medians[name], "best_torch": best[1], "best_torch_ms": 1e3 * best[0],
-                        "speed_against_torch": best[0] / medians[name],
+                        "speed_against_sdpa": best_sdpa / medians[name], "best_torch": best[1],
+                        "best_torch_ms": 1e3 * best[0], "speed_against_torch": best[0] / medians[name],
                     }
                 )  # fmt: skip
                 print(rows[-1], flush=True)

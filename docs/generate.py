@@ -267,7 +267,8 @@ def prompt_speed() -> str:
         )
         for row in data["rows"]
     ]
-    return f"{table(head, rows, right=(1, 2, 4, 5))}\n\n{measured_on(data, f'Model {data["model"]}.')}"
+    note = measured_on(data, f"Model {data['model']}.")
+    return f"{table(head, rows, right=(1, 2, 4, 5))}\n\n{note}"
 
 
 def attention_speed() -> str:
