@@ -482,7 +482,7 @@ template <class I> struct Piece {
             const int row = first_row + r;
             float* score = s.score + int64_t(r) * s.tokens;
             if (job.softcap > 0) cap(score, tokens);
-            if (!visible) {
+            if (!visible && !sees_all(row % job.queries, tokens, first_token, gap_from, gap)) {
                 const int which = job.mask_heads > 1 ? row : row % job.queries;
                 if (biased != which) make_bias(row, tokens, first_token, gap_from, gap);
                 biased = which;
@@ -533,10 +533,45 @@ template <class I> struct Piece {
         }
     }
 
+    // Whether a query certainly sees own tokens first_token .. , as make_bias counts them; asked before any mask is read.
+    bool sees_all(int query, int tokens, int first_token, int gap_from, int gap) const {
+        const int64_t last = first_token + tokens - 1 + (first_token + tokens - 1 >= gap_from ? gap : 0);
+        const int64_t own_column = job.first_query_column + query;
+        return !job.mask.data && !job.column_of && first_token >= job.offset && last <= own_column &&
+               (job.window <= 0 || first_token > own_column - job.window);
+    }
+
+    // The same without padding, where neighbouring tokens are neighbouring columns of the mask: whole vectors.
+    bool make_bias_of_row(const uint8_t* mask_row, int64_t first, int tokens) {
+        if (first < job.offset || first - job.offset + tokens > job.mask_columns) return false;
+        const uint8_t* at = mask_row + (first - job.offset) * job.mask.stride[3];
+        if (job.mask.type != Type::boolean) {
+            if (job.mask.stride[3] != size_of(job.mask.type)) return false;
+            to_float<I>(job.mask.type, at, tokens, s.bias);
+            return true;
+        }
+        if (job.mask.stride[3] != 1) return false;
+        const f32 hidden = splat<f32>(-__builtin_inff());
+        int t = 0;
+        for (; t + I::W <= tokens; t += I::W) {
+            const i32 seen = __builtin_convertvector(load<typename I::u8>(at + t), i32);
+            store(s.bias + t, seen == 0 ? hidden : f32{});
+        }
+        for (; t < tokens; ++t) s.bias[t] = at[t] ? 0 : -__builtin_inff();
+        return true;
+    }
+
     // What row `row` may see: own tokens first_token .. , with `gap` more added from slot `gap_from` on.
     KVBITS_STAGE void make_bias(int row, int tokens, int first_token, int gap_from, int gap) {
         const int query = row % job.queries, q_head = head * job.group + row / job.queries;
         const int64_t own_column = job.first_query_column + query;
+        const bool in_row = first_token + tokens <= gap_from || first_token >= gap_from;
+        const uint8_t* mask_row = job.mask.data ? job.mask.at(job.mask_batch > 1 ? batch : 0, job.mask_heads > 1 ? q_head : 0, query) : nullptr;
+        if (mask_row && in_row && !job.column_of && job.window <= 0 &&
+            make_bias_of_row(mask_row, first_token + (first_token >= gap_from ? gap : 0), tokens)) {
+            for (int t = tokens; t < padded(tokens); ++t) s.bias[t] = 0;
+            return;
+        }
         for (int t = 0; t < tokens; ++t) {
             const int64_t token = first_token + t + (first_token + t >= gap_from ? gap : 0);
             int64_t column = token;
@@ -546,8 +581,7 @@ template <class I> struct Piece {
             if (!job.mask.data && column > own_column) bias = -__builtin_inff();
             if (job.window > 0 && column <= own_column - job.window) bias = -__builtin_inff();
             if (job.mask.data && bias == 0) {
-                const uint8_t* at = job.mask.at(job.mask_batch > 1 ? batch : 0, job.mask_heads > 1 ? q_head : 0, query) +
-                                    (column - job.offset) * job.mask.stride[3];
+                const uint8_t* at = mask_row + (column - job.offset) * job.mask.stride[3];
                 if (column - job.offset >= job.mask_columns) bias = -__builtin_inff();
                 else if (job.mask.type == Type::boolean) bias = *at ? 0 : -__builtin_inff();
                 else to_float<I>(job.mask.type, at, 1, &bias);
