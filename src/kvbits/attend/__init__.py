@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbits.attend import reference
+from kvbits.attend import reference, triton_decode
 from kvbits.attend.call import Call
 from kvbits.attend.view import KVView
 
@@ -29,7 +29,10 @@ class Kernel:
     run: Callable[[Call], torch.Tensor]
 
 
-KERNELS: tuple[Kernel, ...] = (Kernel("reference", reference.why_not, reference.run),)
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("triton", triton_decode.why_not, triton_decode.run),
+    Kernel("reference", reference.why_not, reference.run),
+)
 
 
 def choose(call: Call) -> Kernel:
