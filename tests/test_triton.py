@@ -65,9 +65,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(triton_decode, "_processor", lambda device: ("test", 1))
     with tuned(Tuning(rows=32, programs=4, exact_tokens=32)):
-        triton_decode._shape.cache_clear()
         yield
-        triton_decode._shape.cache_clear()
 
 
 def moved(view: KVView) -> KVView:
@@ -183,7 +181,6 @@ def test_any_tile(scheme: str, rows: int) -> None:
     shape = Shape(1, 2, 20, 12)
     view = view_of(shape, (200, 1), f"{scheme},{SMALL}", batch=1)
     assert view.blocks.longest == 5
-    triton_decode._shape.cache_clear()
     with tuned(Tuning(rows=rows, programs=4)):
         assert_right(Call(query_for(view, shape, 1), view, 0.2))
 

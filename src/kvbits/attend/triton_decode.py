@@ -149,10 +149,9 @@ class Shape:
 
 @functools.lru_cache(maxsize=256)
 def _shape(
-    record: Record, key: Format, value: Format, key_channels: int, value_channels: int, rows: int, architecture: str
+    record: Record, key: Format, value: Format, key_channels: int, value_channels: int, rows: int, tuning: Tuning
 ) -> Shape:
     """Choose tiles for ``rows`` query rows of a KV head."""
-    tuning = tuning_for(architecture, max(key.bits, value.bits))
     slices = max(_slots(key.bits), _slots(value.bits))
     length = record.tokens // slices
     blocks = max(1, tuning.rows // length)
@@ -224,12 +223,12 @@ def _split(
     group_rows = query.shape[1] // heads
     rows = group_rows * queries
     architecture, processors = _processor(query.device)
-    shape = _shape(
-        blocks.record, scheme.key.format, scheme.value.format, key_channels, value_channels, rows, architecture
-    )
+    key, value = scheme.key.format, scheme.value.format
+    tuning = tuning_for(architecture, max(key.bits, value.bits), "channel" in (key.per, value.per))
+    shape = _shape(blocks.record, key, value, key_channels, value_channels, rows, tuning)
     row_tiles = -(-rows // shape.query_rows)
     per_split, exact_per_split = _cut(
-        blocks.longest, slots, batch * heads * row_tiles, processors * shape.tuning.programs, shape
+        blocks.longest, slots, batch * heads * row_tiles, processors * tuning.programs, shape
     )
     splits = -(-blocks.longest // per_split)
     total = splits + -(-slots // exact_per_split)
@@ -270,7 +269,8 @@ def _split(
         MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2, WINDOW=call.window is not None, PLAIN=plain,
         SOFTCAP=call.softcap is not None, BIAS=bias is not None,
         EXACT_TILE=32,
-        num_warps=shape.tuning.warps, num_stages=shape.tuning.stages,
+        num_warps=tuning.warps, num_stages=tuning.stages,
+        **({"maxnreg": tuning.registers} if tuning.registers and torch.version.cuda else {}),
     )  # fmt: skip
     return partial, tops, weights, splits
 

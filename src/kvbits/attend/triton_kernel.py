@@ -119,16 +119,26 @@ def _levels(
         bottom = ((byte & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
         top = ((byte & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
         return _sum(bottom, _affine(top, 1.0, -256.0))
-    if LEVELS == UNIFORM and BITS != 3 and PACKED:
-        # One shift, which neighbouring fields share, and one masked OR for two codes.
-        level = tl.inline_asm_elementwise(
-            f"""{{
-            .reg .b32 moved;
-            shr.b32 moved, $1, {8 * PARITY + BITS * SLOT - SLOT * 2 % 6 * FIELDS};
-            lop3.b32 $0, moved, {(((1 << BITS) - 1) << (SLOT * 2 % 6 * FIELDS)) * 65537}, 0x43004300, 0xEA;
-            }}""",
-            "=r,r", [low], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
+    if LEVELS == UNIFORM and PACKED:
+        if BITS == 3:
+            level = tl.inline_asm_elementwise(
+                f"""{{
+                .reg .b32 bottom, top, by;
+                shr.b32 bottom, $1, {8 * PARITY + 2 * SLOT}; lop3.b32 bottom, bottom, 0x00030003, 0x43004300, 0xEA;
+                and.b32 by, $3, 31; shr.b32 top, $2, by; shr.b32 top, top, {8 * PARITY}; and.b32 top, top, 0x00010001;
+                shl.b32 top, top, 2; or.b32 $0, bottom, top;
+                }}""",
+                "=r,r,r,r", [low, high, high_shift], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:  # one shift, which neighbouring fields share, and one masked OR for two codes
+            level = tl.inline_asm_elementwise(
+                f"""{{
+                .reg .b32 moved;
+                shr.b32 moved, $1, {8 * PARITY + BITS * SLOT - SLOT * 2 % 6 * FIELDS};
+                lop3.b32 $0, moved, {(((1 << BITS) - 1) << (SLOT * 2 % 6 * FIELDS)) * 65537}, 0x43004300, 0xEA;
+                }}""",
+                "=r,r", [low], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
     else:
         if BITS == 3:
             code = ((low >> (8 * PARITY + 2 * SLOT)) & 3) | (((high >> (high_shift + 8 * PARITY)) & 1) << 2)
@@ -289,10 +299,30 @@ def _record(block, table_row, batch, b, heads, h, RECORD: tl.constexpr, IN_ORDER
 
 
 @triton.jit
-def _per_channel(source, at, channel, ADD: tl.constexpr, CHANNELS: tl.constexpr):
-    """Scales or zeros of even or odd channels ``[U]`` for groups of tokens that begin at ``at [C]``: ``[U, C]``."""
-    live = (channel < CHANNELS)[:, None]
-    return tl.load(source + at[None, :] + channel[:, None] + ADD, mask=live, other=0).to(tl.float32)
+def _split_word(word, TYPE: tl.constexpr):
+    """The two 16-bit floats of 32-bit words, as float32."""
+    low = (word & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+    return low, (word >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _per_channel(
+    source, words, at, last, unit, table_row, batch, b, heads, h, OFFSET: tl.constexpr, FIRST: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, RECORD: tl.constexpr, IN_ORDER: tl.constexpr,
+):  # fmt: skip
+    """Scales or zeros of even and of odd channels, ``[U, COLUMNS]`` each.
+
+    Column c is group ``FIRST + c % GROUPS`` of block ``at + c // GROUPS``. Even and odd come in one word.
+    """
+    columns = tl.arange(0, COLUMNS)
+    if GROUPS == COLUMNS:
+        begin = _record(at, table_row, batch, b, heads, h, RECORD, IN_ORDER) + OFFSET
+    else:
+        block = tl.minimum(at + columns // GROUPS, last - 1)
+        begin = _record(block, table_row, batch, b, heads, h, RECORD, IN_ORDER) + OFFSET
+    begin = begin // 2 + (FIRST + columns % GROUPS) * (CHANNELS // 2)
+    word = tl.load(words + begin[None, :] + unit[:, None], mask=(unit < CHANNELS // 2)[:, None], other=0)
+    return _split_word(word, source.dtype.element_ty)
 
 
 @triton.jit
@@ -302,13 +332,11 @@ def _per_token(source, words, at, columns, COUNT: tl.constexpr):
     One column, or two in a 32-bit word, at a time: so few elements are loaded where they are needed, without a detour
     through shared memory.
     """
-    kind = source.dtype.element_ty
     if COUNT % 2 == 0:
         found = tl.zeros([at.shape[0], columns.shape[0]], tl.float32)
         for pair in tl.static_range(COUNT // 2):
             word = tl.load(words + (at // 2 + pair))
-            low = (word & 0xFFFF).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
-            high = (word >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+            low, high = _split_word(word, source.dtype.element_ty)
             found = tl.where(columns[None, :] == 2 * pair, low[:, None], found)
             found = tl.where(columns[None, :] == 2 * pair + 1, high[:, None], found)
     else:
@@ -359,6 +387,7 @@ def _packed_split(
     k_sub: tl.constexpr = NS // k_slots
     v_sub: tl.constexpr = NS // v_slots
     k_wide: tl.constexpr = K_COLUMNS * NR
+    k_acc: tl.constexpr = k_wide if K_PER == TOKEN else NR
     v_wide: tl.constexpr = V_COLUMNS * NR
     ku, vu = tl.arange(0, U), tl.arange(0, W)
     tile_row = tl.arange(0, ROWS)
@@ -420,25 +449,28 @@ def _packed_split(
             )
             token = rr + j * R
             if K_PER == CHANNEL:
-                # Column c is group c % k_groups of this slice of block c // k_groups.
-                col_block = tl.minimum(at + k_cols // k_groups, last - 1)
-                s_at = _record(col_block, table_row, batch, b, heads, h, RECORD, IN_ORDER)
-                s_at += (j * R // K_GROUP + k_cols % k_groups) * K_CHANNELS
-                scale_even = _per_channel(scales, s_at + K_SCALE_AT, ku * 2, 0, K_CHANNELS)
-                scale_odd = _per_channel(scales, s_at + K_SCALE_AT, ku * 2, 1, K_CHANNELS)
+                scale_even, scale_odd = _per_channel(
+                    scales, words, at, last, ku, table_row, batch, b, heads, h, K_SCALE_AT, j * R // K_GROUP,
+                    k_groups, K_COLUMNS, K_CHANNELS, RECORD, IN_ORDER,
+                )  # fmt: skip
                 wide_even = tl.reshape(q_even[:, None, :] * scale_even[:, :, None], (U, k_wide))
                 wide_odd = tl.reshape(q_odd[:, None, :] * scale_odd[:, :, None], (U, k_wide))
                 zero_even = tl.full([U, K_COLUMNS], k_offset, tl.float32)
                 zero_odd = tl.full([U, K_COLUMNS], k_offset, tl.float32)
                 if K_ZERO:
-                    zero_even += _up(_per_channel(zeros, s_at + K_ZERO_AT, ku * 2, 0, K_CHANNELS), j // k_sub, k_fields)
-                    zero_odd += _up(_per_channel(zeros, s_at + K_ZERO_AT, ku * 2, 1, K_CHANNELS), j // k_sub, k_fields)
+                    given_even, given_odd = _per_channel(
+                        zeros, words, at, last, ku, table_row, batch, b, heads, h, K_ZERO_AT, j * R // K_GROUP,
+                        k_groups, K_COLUMNS, K_CHANNELS, RECORD, IN_ORDER,
+                    )  # fmt: skip
+                    zero_even += _up(given_even, j // k_sub, k_fields)
+                    zero_odd += _up(given_odd, j // k_sub, k_fields)
+                s = tl.zeros([ROWS, k_wide], tl.float32)
                 terms = tl.reshape(_rounded(wide_even, PARTS), (U, K_COLUMNS, NR)) * zero_even[:, :, None]
                 terms += tl.reshape(_rounded(wide_odd, PARTS), (U, K_COLUMNS, NR)) * zero_odd[:, :, None]
-                constant = tl.sum(terms, 0)  # [K_COLUMNS, NR]
+                s -= tl.reshape(tl.sum(terms, 0), (k_wide,))[None, :]
             else:
                 wide_even, wide_odd = right_even, right_odd
-            s = tl.zeros([ROWS, k_wide], tl.float32)
+                s = tl.zeros([ROWS, k_acc], tl.float32)
             s = _dot_levels(
                 s, low, high, shift, key_table, wide_even, K_BITS, K_LEVELS, j // k_sub, 0, k_fields, K_EXACT, PARTS
             )
@@ -459,12 +491,10 @@ def _packed_split(
                     s3 -= k_offset * tl.reshape(q_sum, (K_COLUMNS, NR))[None, :, :]
                 s = tl.sum(s3 * scale[:, :, None], 1)
             elif K_PER == CHANNEL:
-                s3 = tl.reshape(s, (ROWS, K_COLUMNS, NR)) - constant[None, :, :]
-                if K_COLUMNS == 1:
-                    s = tl.sum(s3, 1)
-                else:
+                if K_COLUMNS > 1:
                     own_group = (bi * k_groups + rr // K_GROUP % k_groups)[:, None] == k_cols[None, :]
-                    s = tl.sum(tl.where(own_group[:, :, None], s3, 0.0), 1)
+                    s3 = tl.where(own_group[:, :, None], tl.reshape(s, (ROWS, K_COLUMNS, NR)), 0.0)
+                    s = tl.sum(s3, 1)
             else:
                 s -= (q_sum * k_offset + _up(q_zero, j // k_sub, k_fields))[None, :]
             s = _base2(_down(s, j // k_sub, k_fields), k_factor, bias[None, :], softcap, SOFTCAP)
@@ -533,9 +563,19 @@ def _packed_split(
                     zero_sum += _rounded(wide, PARTS)
             if V_PER == CHANNEL:
                 # Another tile has other scales: they are applied here, not at the end.
-                col_block = tl.minimum(at + v_cols // v_groups, last - 1)
-                s_at = _record(col_block, table_row, batch, b, heads, h, RECORD, IN_ORDER)
-                s_at += (j * R // V_GROUP + v_cols % v_groups) * V_CHANNELS
+                scale_even, scale_odd = _per_channel(
+                    scales, words, at, last, vu, table_row, batch, b, heads, h, V_SCALE_AT, j * R // V_GROUP,
+                    v_groups, V_COLUMNS, V_CHANNELS, RECORD, IN_ORDER,
+                )  # fmt: skip
+                zero_even = tl.full([W, V_COLUMNS], v_offset, tl.float32)
+                zero_odd = tl.full([W, V_COLUMNS], v_offset, tl.float32)
+                if V_ZERO:
+                    given_even, given_odd = _per_channel(
+                        zeros, words, at, last, vu, table_row, batch, b, heads, h, V_ZERO_AT, j * R // V_GROUP,
+                        v_groups, V_COLUMNS, V_CHANNELS, RECORD, IN_ORDER,
+                    )  # fmt: skip
+                    zero_even += _up(given_even, j // v_sub, v_fields)
+                    zero_odd += _up(given_odd, j // v_sub, v_fields)
                 sums = tl.sum(tl.reshape(_rounded(wide, PARTS), (ROWS, V_COLUMNS, NR)), 0)  # [V_COLUMNS, NR]
                 for parity in tl.static_range(2):
                     part = tl.zeros([W, v_wide], tl.float32)
@@ -543,14 +583,8 @@ def _packed_split(
                         part, low, high, shift, value_table, wide, V_BITS, V_LEVELS, j // v_sub, parity, v_fields,
                         V_EXACT, PARTS,
                     )  # fmt: skip
-                    zero = tl.full([W, V_COLUMNS], v_offset, tl.float32)
-                    if V_ZERO:
-                        zero += _up(
-                            _per_channel(zeros, s_at + V_ZERO_AT, vu * 2, parity, V_CHANNELS), j // v_sub, v_fields
-                        )
-                    scale = _down(
-                        _per_channel(scales, s_at + V_SCALE_AT, vu * 2, parity, V_CHANNELS), j // v_sub, v_fields
-                    )
+                    scale = _down(scale_odd if parity else scale_even, j // v_sub, v_fields)
+                    zero = zero_odd if parity else zero_even
                     part3 = tl.reshape(part, (W, V_COLUMNS, NR)) - zero[:, :, None] * sums[None, :, :]
                     part = tl.sum(part3 * scale[:, :, None], 1)
                     if parity == 0:
