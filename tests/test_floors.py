@@ -29,6 +29,7 @@ FLOORS = {
     "kvbits.attend": 3,
     "kvbits.encode": 3,
     "kvbits.cache": 4,
+    "kvbits.static": 4.1,
     "kvbits.hf": 5,
     "kvbits": 6,
     "kvbits.cli": 7,

@@ -15,7 +15,7 @@ import importlib.util
 import math
 import os
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -185,13 +185,23 @@ def _processor(device: torch.device) -> tuple[str, int]:
     return architecture.split(":")[0], properties.multi_processor_count
 
 
-def run(call: Call) -> torch.Tensor:
-    """``[B, Hq, q, Dv]`` in the query's dtype. See :class:`kvbits.attend.Call`."""
+Lengths: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Blocks and exact tokens of each row, int32 ``[B]`` on the device."""
+
+
+def run(call: Call, lengths: Lengths | None = None) -> torch.Tensor:
+    """``[B, Hq, q, Dv]`` in the query's dtype. See :class:`kvbits.attend.Call`.
+
+    Args:
+        call: what to compute.
+        lengths: where they are known on the device alone, as in a captured graph. The counts of the view are then the
+            most that there can be, and the work is cut for those.
+    """
     view, query = call.view, call.query
     if query.shape[2] == 0 or query.shape[0] == 0:
         return query.new_zeros(*query.shape[:3], view.values.shape[3])
     turned, bias = _for_packed_keys(view.key_transform, query, view.keys.shape[1], call.scaling)
-    partial, tops, weights, splits = _split(call, turned, bias)
+    partial, tops, weights, splits = _split(call, turned, bias, lengths)
     if view.value_transform.rotation is None and view.value_transform.mean is None:
         return _merge(call, partial, tops, weights, 0, partial.shape[0])[0]
     return _merge_transformed(call, partial, tops, weights, splits)
@@ -211,7 +221,7 @@ def _for_packed_keys(
 
 
 def _split(
-    call: Call, turned: torch.Tensor, bias: torch.Tensor | None
+    call: Call, turned: torch.Tensor, bias: torch.Tensor | None, lengths: Lengths | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Run the splits: their outputs ``[S, B * H, rows, Dv]``, maxima, sums, and how many of them are packed ones."""
     from kvbits.attend.triton_kernel import attend_split
@@ -235,9 +245,11 @@ def _split(
     partial = query.new_empty(total, batch * heads, rows, value_channels, dtype=torch.float32)
     tops, weights = (query.new_empty(total, batch * heads, rows, dtype=torch.float32) for _ in range(2))
     pool = blocks.pool
-    ragged = len(set(blocks.counts)) > 1 or len(set(view.held)) > 1
+    ragged = lengths is not None or len(set(blocks.counts)) > 1 or len(set(view.held)) > 1
     counts = held = column_of = mask = None
-    if ragged:
+    if lengths is not None:
+        counts, held = lengths
+    elif ragged:
         counts, held = torch.tensor([blocks.counts, view.held], dtype=torch.int32, device=query.device)
     if view.rows.column_of is not None:
         column_of = view.rows.column_of.to(query.device)
