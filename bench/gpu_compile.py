@@ -35,7 +35,7 @@ PEAK = {"name": "H200", "multiprocessors": 132, "clock_ghz": 1.98, "copy_tb_s": 
 POINTERS = {
     **dict.fromkeys(("query", "exact_query", "keys", "values", "scales", "key_table", "value_table"), "*bf16"),
     **dict.fromkeys(("query_bias", "key_scale", "key_zero", "value_scale", "value_zero"), "*fp32"),
-    **dict.fromkeys(("out", "tops", "weights"), "*fp32"),
+    **dict.fromkeys(("cos", "sin", "key_mean", "out", "tops", "weights"), "*fp32"),
     **{"pool": "*i16", "words": "*i32", "zeros": "*fp16", "table": "*i64", "counts": "*i32", "held": "*i32"},
     **{"column_of": "*i64", "mask": "*u8"},
 }
@@ -55,7 +55,7 @@ def compiled(scheme: Scheme, channels: int, groups: int, capability: int) -> tup
         **{"K_CHANNELS": channels, "K_PADDED": channels, "V_CHANNELS": channels, "V_PADDED": channels},
         **{"BPI": shape.blocks, "RECORD": record.nbytes // 2, "PARTS": 1, "IN_ORDER": True, "PLAIN": True, "MASK": 0},
         **dict.fromkeys(("RAGGED", "PADDED", "WINDOW", "SOFTCAP", "BIAS"), False),
-        "EXACT_TILE": 32,
+        **{"ROPE": 0, "HALF": 0, "MEAN": False, "EXACT_TILE": 32},
     }
     names = triton_kernel.attend_split.arg_names
     kinds = {"scaling": "fp32", "softcap": "fp32", **POINTERS, **dict.fromkeys(constants, "constexpr")}
@@ -65,6 +65,7 @@ def compiled(scheme: Scheme, channels: int, groups: int, capability: int) -> tup
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED},
     )
+    tuning = shape.tuning
     options: dict[str, Any] = {"num_warps": tuning.warps, "num_stages": tuning.stages}
     if tuning.registers:
         options["maxnreg"] = tuning.registers

@@ -18,8 +18,11 @@ from kvbits.attend.transform import Rope, Transform
 from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
 from kvbits.catalogue import CATALOGUE
+from kvbits.codecs import Affine
+from kvbits.numerics import outliers
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
+from kvbits.types import Format, Packed, Params, Part
 from test_attend import (
     FEATURES,
     PLAIN,
@@ -90,7 +93,8 @@ def moved(view: KVView) -> KVView:
 def _moved_transform(transform: Transform) -> Transform:
     mean = None if transform.mean is None else transform.mean.cuda()
     rotation = None if transform.rotation is None else transform.rotation.cuda()
-    return Transform(mean, rotation, transform.rope)
+    rope = transform.rope
+    return Transform(mean, rotation, None if rope is None else Rope(rope.cos.cuda(), rope.sin.cuda(), rope.interleaved))
 
 
 def run(call: Call) -> torch.Tensor:
@@ -288,6 +292,88 @@ def test_means_and_rotations(what: str, side: str, masked: bool, queries: int) -
     assert not torch.allclose(reference.run(call), reference.run(dataclasses.replace(call, view=view)), atol=1e-2)
 
 
+def angles_for(view: KVView, pairs: int, rows: int = 1, interleaved: bool = False) -> Rope:
+    """Angles of every own token, with the scaling that some models put into them."""
+    angles = random(rows, view.rows.columns, pairs, seed=21) * 3
+    return Rope(1.25 * angles.cos(), 1.25 * angles.sin(), interleaved)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("scheme", "pairs", "interleaved", "mean", "queries"),
+    [
+        ("int4", 16, False, False, 1),
+        ("kivi2", 16, True, True, 1),
+        ("int3", 5, False, True, 3),
+        ("nf4", 8, True, False, 1),
+        ("fp8-static", 16, False, True, 1),
+        ("k=int8-channel,v=int4", 16, False, False, 2),
+    ],
+)
+def test_keys_before_the_rotary_embedding(scheme: str, pairs: int, interleaved: bool, mean: bool, queries: int) -> None:
+    """Turned by the angles of their own tokens; the exact tokens are not."""
+    shape = Shape(2, 2, 32, 16)
+    for batch in (1, 2):
+        view = view_of(shape, (60, queries), f"{scheme},{SMALL}", batch=batch)
+        center = random(2, 32, seed=22) if mean else None
+        turned = Transform(mean=center, rope=angles_for(view, pairs, batch, interleaved))
+        call = Call(query_for(view, shape, queries), dataclasses.replace(view, key_transform=turned), 0.2)
+        assert_right(call)
+        assert not torch.allclose(reference.run(call), reference.run(dataclasses.replace(call, view=view)), atol=1e-2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse(Affine):
+    """A codec that also stores what its dense part misses most, for the tests alone."""
+
+    count: int = 20
+
+    @property
+    def format(self) -> Format:
+        return dataclasses.replace(super().format, outliers=self.count)
+
+    def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
+        index = Part("outlier_index", "outliers", outliers.INDEX_DTYPE, (self.count,))
+        value = Part("outlier_value", "outliers", outliers.VALUE_DTYPE, (self.count,))
+        return (*super().layout(tokens, channels, dtype), index, value)
+
+    def encode(self, x: torch.Tensor, params: Params) -> Packed:
+        dense = Affine(self.bits, self.per, self.group)
+        packed = dense.encode(x.clamp(-1, 1), params)
+        index, value = outliers.pick(x.float() - dense.decode(packed, params), self.count)
+        return {**packed, "outlier_index": index, "outlier_value": value}
+
+    def decode_into(self, out: torch.Tensor, packed: Packed, params: Params) -> None:
+        super().decode_into(out, packed, params)
+        outliers.add_into(out, packed["outlier_index"], packed["outlier_value"])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("roped", (False, True), ids=("", "before rope"))
+@pytest.mark.parametrize(("bits", "per", "group"), [(4, "token", 64), (2, "channel", 16)])
+def test_outliers(bits: int, per: str, group: int, roped: bool, dtype: torch.dtype) -> None:
+    shape = Shape(1, 2, 32, 16)
+    scheme = Scheme(Sparse(bits, per, group), Sparse(bits, "token", 16, 17), residual=20, sinks=4, block=32)
+    cache = LayerCache(scheme)
+    cache.append(random(1, 1, 90, 32, seed=1, dtype=dtype), random(1, 1, 90, 16, seed=2, dtype=dtype))
+    view = cache.append(random(1, 1, 1, 32, seed=3, dtype=dtype), random(1, 1, 1, 16, seed=4, dtype=dtype))
+    if roped:
+        view = dataclasses.replace(view, key_transform=Transform(rope=angles_for(view, 16)))
+    call = Call(query_for(view, shape, 1), view, 0.2)
+    assert_right(call)
+    if roped or dtype == torch.bfloat16:
+        return
+    right = run(call)
+    for part in ("outlier_index", "outlier_value"):
+        for slots in (view.blocks.record.keys, view.blocks.record.values):
+            at = next(slot.offset for slot in slots if slot.part.name == part)
+            pool = view.blocks.pool.clone()
+            pool[:, :, at : at + 8] = pool[:, :, at + 8 : at + 16]
+            broken = dataclasses.replace(view, blocks=dataclasses.replace(view.blocks, pool=pool))
+            assert not torch.allclose(run(dataclasses.replace(call, view=broken)), right, atol=1e-5)
+
+
 @needs_triton
 @pytest.mark.parametrize("form", ("bool", "additive"))
 def test_queries_that_see_nothing_give_zero(form: str) -> None:
@@ -382,12 +468,12 @@ def test_what_it_cannot_run(change: dict, reason: str) -> None:
 
 
 @needs_triton
-def test_keys_before_the_rotary_embedding_go_to_the_reference() -> None:
+def test_keys_that_were_rotated_before_the_rotary_embedding_go_to_the_reference() -> None:
     view = view_of(PLAIN, (60, 1))
-    angles = random(1, 61, 10, seed=3)
-    rope = dataclasses.replace(view, key_transform=Transform(rope=Rope(angles.cos(), angles.sin())))
-    call = Call(query_for(view, PLAIN, 1), rope, 0.2)
-    assert "keys: stored before the rotary embedding" in triton_decode.why_not(call)
+    both = dataclasses.replace(view, key_transform=Transform(rotation=torch.eye(20), rope=angles_for(view, 10)))
+    call = Call(query_for(view, PLAIN, 1), both, 0.2)
+    there = dataclasses.replace(call, query=call.query.to(DEVICE), view=moved(both))
+    assert triton_decode.why_not(there) == ["keys: rotated before the rotary embedding"]
 
 
 def test_gradients_are_left_to_the_reference() -> None:

@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -28,8 +28,13 @@ from kvbits.store import Record, Slot
 from kvbits.types import Format, Params
 
 MOST_CHANNELS = 512
-MOST_COLUMNS = 256
+MOST_COLUMNS = 128
 """Columns of a product: query rows times groups. More would not fit in registers."""
+
+_USUAL_SUMS = 4096
+"""Columns times channels up to which the tunings of the table were made."""
+
+MOST_OUTLIERS = 512
 
 MOST_ROWS = 64
 """Query rows that one program takes."""
@@ -56,8 +61,8 @@ def why_not(call: Call) -> list[str]:
     for side, codec in (("keys", view.scheme.key), ("values", view.scheme.value)):
         reasons += [f"{side}: {reason}" for reason in _why_not_format(codec.format, channels[side])]
     for side, transform in (("keys", view.key_transform), ("values", view.value_transform)):
-        if transform.rope is not None:
-            reasons.append(f"{side}: stored before the rotary embedding")
+        if transform.rope is not None and transform.rotation is not None:
+            reasons.append(f"{side}: rotated before the rotary embedding")
     return reasons
 
 
@@ -81,8 +86,8 @@ def _why_not_format(form: Format, channels: int) -> list[str]:
     reasons = []
     if form.levels not in _LEVELS:
         reasons.append("packed blocks of exact elements")
-    if form.outliers:
-        reasons.append("outliers")
+    if form.outliers > MOST_OUTLIERS:
+        reasons.append(f"{form.outliers} outliers in a block (up to {MOST_OUTLIERS} run)")
     if form.per == "layer" and form.zero:
         reasons.append("one zero per layer")
     if channels % 2 or channels > MOST_CHANNELS:
@@ -110,6 +115,10 @@ class Side:
     codes_at: int
     scale_at: int
     zero_at: int
+    outliers: int
+    entries: int
+    index_at: int
+    value_at: int
 
     def constants(self, prefix: str) -> dict[str, Any]:
         """Keyword arguments of the kernel."""
@@ -132,6 +141,8 @@ class Side:
         return Side(
             form.bits, _LEVELS[form.levels], per, group, count, columns, form.zero,
             at["codes"], at.get("scale", 0), at.get("zero", 0),
+            form.outliers, max(16, _power_of_two(form.outliers)) if form.outliers else 0,
+            at.get("outlier_index", 0), at.get("outlier_value", 0),
         )  # fmt: skip
 
 
@@ -149,7 +160,14 @@ class Shape:
 
 @functools.lru_cache(maxsize=256)
 def _shape(
-    record: Record, key: Format, value: Format, key_channels: int, value_channels: int, rows: int, tuning: Tuning
+    record: Record,
+    key: Format,
+    value: Format,
+    key_channels: int,
+    value_channels: int,
+    rows: int,
+    tuning: Tuning,
+    roped: bool = False,
 ) -> Shape:
     """Choose tiles for ``rows`` query rows of a KV head."""
     slices = max(_slots(key.bits), _slots(value.bits))
@@ -163,6 +181,11 @@ def _shape(
     query_rows = min(max(8, _power_of_two(rows)), MOST_ROWS)
     while query_rows > 8 and query_rows * widest > MOST_COLUMNS:
         query_rows //= 2
+    if query_rows * widest * max(key_channels, value_channels) > _USUAL_SUMS:
+        # Sums that fill the registers of twice the warps; without a second tile in shared memory, which is full too.
+        tuning = replace(tuning, warps=2 * tuning.warps, registers=None, stages=1)
+    elif roped or key.outliers or value.outliers:
+        tuning = replace(tuning, registers=None, stages=1)  # what these read element by element has no tile
     return Shape(*sides, query_rows, slices, blocks, tuning)
 
 
@@ -212,7 +235,7 @@ def _for_packed_keys(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The queries that meet packed keys, and what the keys' mean adds to their scores, ``[B, Hq, q]``."""
     bias, turned = None, query
-    if transform.mean is not None:
+    if transform.mean is not None and transform.rope is None:  # else it is added before the angles, in the kernel
         grouped = query.float().unflatten(1, (heads, -1))
         bias = (grouped * transform.mean[:, None, None]).sum(-1).flatten(1, 2).mul_(scaling)
     if transform.rotation is not None:
@@ -235,7 +258,10 @@ def _split(
     architecture, processors = _processor(query.device)
     key, value = scheme.key.format, scheme.value.format
     tuning = tuning_for(architecture, max(key.bits, value.bits), "channel" in (key.per, value.per))
-    shape = _shape(blocks.record, key, value, key_channels, value_channels, rows, tuning)
+    shape = _shape(
+        blocks.record, key, value, key_channels, value_channels, rows, tuning, view.key_transform.rope is not None
+    )
+    tuning = shape.tuning
     row_tiles = -(-rows // shape.query_rows)
     per_split, exact_per_split = _cut(
         blocks.longest, slots, batch * heads * row_tiles, processors * tuning.programs, shape
@@ -257,20 +283,26 @@ def _split(
         mask = call.mask.expand(batch, query.shape[1], -1, -1)
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     unused = tops
+    rope, mean = view.key_transform.rope, view.key_transform.mean
     key_params, key_table = _params(scheme.key, view.key_params, query.device, PARTS[query.dtype], unused)
     value_params, value_table = _params(scheme.value, view.value_params, query.device, PARTS[query.dtype], unused)
+    if rope is not None:
+        rope = replace(rope, cos=rope.cos.contiguous(), sin=rope.sin.contiguous())
     plain = call.mask is None and call.window is None and column_of is None and view.offset == 0
     attend_split[(total, batch * heads, row_tiles)](
         turned, query, unused if bias is None else bias, view.keys, view.values, pool.view(torch.int16),
         pool.view(torch.int32), pool.view(torch.bfloat16), pool.view(torch.float16), blocks.table,
         unused if counts is None else counts,
         unused if held is None else held, unused if column_of is None else column_of,
-        unused if mask is None else mask, *key_params, key_table, *value_params, value_table, partial, tops, weights,
+        unused if mask is None else mask, *key_params, key_table, *value_params, value_table,
+        unused if rope is None else rope.cos, unused if rope is None else rope.sin, unused if mean is None else mean,
+        partial, tops, weights,
         blocks.counts[0], view.held[0], splits, per_split, exact_per_split, view.rows.columns - queries, view.offset,
         call.window or 0, view.sinks + view.dropped, queries,
         batch, heads, view.sinks, call.scaling, call.softcap or 1.0,
         *turned.stride()[:3], *query.stride()[:3], *view.keys.stride()[:3], *view.values.stride()[:3],
         blocks.table.stride(0), 0 if column_of is None else column_of.stride(0),
+        0 if rope is None or rope.cos.shape[0] == 1 else rope.cos.stride(0),
         *((0, 0, 0, 0) if mask is None else mask.stride()),
         GROUP_ROWS=group_rows, SINGLE=queries == 1, NR=shape.query_rows,
         K_CHANNELS=key_channels, K_PADDED=max(32, _power_of_two(key_channels)),
@@ -280,6 +312,8 @@ def _split(
         PARTS=PARTS[query.dtype], IN_ORDER=blocks.in_order, RAGGED=ragged, PADDED=column_of is not None,
         MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2, WINDOW=call.window is not None, PLAIN=plain,
         SOFTCAP=call.softcap is not None, BIAS=bias is not None,
+        ROPE=0 if rope is None else 2 if rope.interleaved else 1, HALF=0 if rope is None else rope.cos.shape[-1],
+        MEAN=rope is not None and mean is not None,
         EXACT_TILE=32,
         num_warps=tuning.warps, num_stages=tuning.stages,
         **({"maxnreg": tuning.registers} if tuning.registers and torch.version.cuda else {}),

@@ -354,20 +354,110 @@ def _static(source, h, channel, ADD: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def _dense(
+    pool, scales, zeros, scale_param, zero_param, table, base, token, channel, h,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+    ZERO: tl.constexpr, CODES_AT: tl.constexpr, SCALE_AT: tl.constexpr, ZERO_AT: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Decoded float32 elements ``[ROWS, C]``: any tokens of the records at ``base``, any channels. Not fast."""
+    live = (channel < CHANNELS)[None, :]
+    per_row: tl.constexpr = BLOCK // (4 if BITS == 3 else 8 // BITS)
+    at = (base + CODES_AT + token % per_row * (CHANNELS // 2))[:, None] + (channel // 2)[None, :]
+    byte = tl.load(pool + at, mask=live, other=0).to(tl.int32) >> (channel % 2 * 8)[None, :]
+    if BITS == 3:
+        code = (byte >> (token // per_row * 2)[:, None]) & 3
+        row = token % (BLOCK // 8) + BLOCK // 4
+        at = (base + CODES_AT + row * (CHANNELS // 2))[:, None] + (channel // 2)[None, :]
+        byte = tl.load(pool + at, mask=live, other=0).to(tl.int32) >> (channel % 2 * 8)[None, :]
+        code = code | (((byte >> (token // (BLOCK // 8))[:, None]) & 1) << 2)
+    else:
+        code = (byte >> (token // per_row * BITS)[:, None]) & ((1 << BITS) - 1)
+    if LEVELS == E4M3:
+        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+        level = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    elif LEVELS == TABLE:
+        level = tl.load(table + code).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            level += tl.load(table + (part * 16 + code)).to(tl.float32)
+    else:
+        level = code.to(tl.float32)
+    if PER == LAYER:
+        return level * tl.load(scale_param)
+    if PER == STATIC:
+        if ZERO:
+            level -= _static(zero_param, h, channel, 0, CHANNELS)[None, :]
+        return level * _static(scale_param, h, channel, 0, CHANNELS)[None, :]
+    if PER == TOKEN:
+        own = (token * COUNT)[:, None] + (channel // GROUP)[None, :]
+    else:
+        own = (token // GROUP * CHANNELS)[:, None] + channel[None, :]
+    own += base[:, None]
+    if ZERO:
+        level -= tl.load(zeros + ZERO_AT + own, mask=live, other=0).to(tl.float32)
+    return level * tl.load(scales + SCALE_AT + own, mask=live, other=0).to(tl.float32)
+
+
+@triton.jit
+def _rotary(cos, sin, token, channel, ROPE: tl.constexpr, HALF: tl.constexpr):
+    """Of channels at tokens (shapes that broadcast): cosine, sine, the other channel of the pair, and 1 or -1.
+
+    The sign is that of the second channel's share: a pair ``(x, y)`` becomes ``(x cos - y sin, y cos + x sin)``.
+    """
+    turned = channel < 2 * HALF
+    if ROPE == 2:  # interleaved
+        pair, first, other = channel // 2, channel % 2 == 0, channel ^ 1
+    else:
+        pair, first = channel % HALF, channel < HALF
+        other = tl.where(first, channel + HALF, channel - HALF)
+    at = token * HALF + pair
+    live = turned & (at >= 0)
+    return (
+        tl.load(cos + at, mask=live, other=1.0),
+        tl.load(sin + at, mask=live, other=0.0),
+        tl.where(turned, other, channel),
+        tl.where(first, 1.0, -1.0),
+    )
+
+
+@triton.jit
+def _entries(pool, values, record, OUTLIERS: tl.constexpr, PADDED: tl.constexpr, INDEX_AT: tl.constexpr,
+             VALUE_AT: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+    """Token, channel and value of a block's outliers, ``[PADDED]`` each; unused ones have the value 0."""
+    entry = tl.arange(0, PADDED)
+    index = tl.load(pool + record + INDEX_AT + entry, mask=entry < OUTLIERS, other=0).to(tl.int32) & 0xFFFF
+    value = tl.load(values + record + VALUE_AT + entry, mask=entry < OUTLIERS, other=0).to(tl.float32)
+    return index // CHANNELS, index % CHANNELS, value
+
+
+@triton.jit
+def _dot_parts(left, right, acc, PARTS: tl.constexpr):
+    """``acc + left @ right`` of float32 operands in PARTS bfloat16 parts each."""
+    for of_left in tl.static_range(PARTS):
+        for of_right in tl.static_range(PARTS):
+            if of_left + of_right < PARTS:
+                acc = _dot(_part(left, of_left), _part(right, of_right), acc)
+    return acc
+
+
+@triton.jit
 def _packed_split(
     q_at, query_bias, pool, words, scales, zeros, table_row, column_row, mask, key_scale, key_zero, key_table,
     value_scale, value_zero, value_table, out_row, tops, weights, first, last, batch, b, heads, h, row_live, head, q,
-    query_column, mask_h, mask_q, mask_c, offset, window, first_token, scaling, softcap,
+    query_column, mask_h, mask_q, mask_c, offset, window, first_token, scaling, softcap, cos, sin, key_mean,
     NR: tl.constexpr, K_CHANNELS: tl.constexpr, K_PADDED: tl.constexpr, V_CHANNELS: tl.constexpr,
     V_PADDED: tl.constexpr, BLOCK: tl.constexpr, NS: tl.constexpr, BPI: tl.constexpr, RECORD: tl.constexpr,
     K_BITS: tl.constexpr, K_LEVELS: tl.constexpr, K_PER: tl.constexpr, K_GROUP: tl.constexpr, K_COUNT: tl.constexpr,
     K_COLUMNS: tl.constexpr, K_ZERO: tl.constexpr, K_CODES_AT: tl.constexpr, K_SCALE_AT: tl.constexpr,
-    K_ZERO_AT: tl.constexpr,
+    K_ZERO_AT: tl.constexpr, K_OUTLIERS: tl.constexpr, K_ENTRIES: tl.constexpr,
+    K_INDEX_AT: tl.constexpr, K_VALUE_AT: tl.constexpr,
     V_BITS: tl.constexpr, V_LEVELS: tl.constexpr, V_PER: tl.constexpr, V_GROUP: tl.constexpr, V_COUNT: tl.constexpr,
     V_COLUMNS: tl.constexpr, V_ZERO: tl.constexpr, V_CODES_AT: tl.constexpr, V_SCALE_AT: tl.constexpr,
-    V_ZERO_AT: tl.constexpr,
+    V_ZERO_AT: tl.constexpr, V_OUTLIERS: tl.constexpr, V_ENTRIES: tl.constexpr,
+    V_INDEX_AT: tl.constexpr, V_VALUE_AT: tl.constexpr,
     PARTS: tl.constexpr, IN_ORDER: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
-    PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr,
+    MEAN: tl.constexpr,
 ):  # fmt: skip
     """Blocks ``first .. last - 1``. One function, because its parts would share two dozen values."""
     U: tl.constexpr = K_PADDED // 2
@@ -420,6 +510,15 @@ def _packed_split(
             rounded_even * _static(key_zero, h, ku * 2, 0, K_CHANNELS)[:, None]
             + rounded_odd * _static(key_zero, h, ku * 2, 1, K_CHANNELS)[:, None], 0
         )  # fmt: skip
+    if ROPE:
+        kc = tl.arange(0, K_PADDED)
+        every = row_live[None, :] & (kc < K_CHANNELS)[:, None]
+        q_all = tl.load(q_at[None, :] + kc[:, None], mask=every, other=0).to(tl.float32)
+        if ROPE == 2:
+            kc_other = kc ^ 1
+        else:
+            kc_other = tl.where(kc < HALF, kc + HALF, kc - HALF)
+        kc_other = tl.where(kc < 2 * HALF, kc_other, kc)
     k_factor = scaling
     if K_PER == LAYER:
         k_factor = scaling * tl.load(key_scale)
@@ -429,6 +528,9 @@ def _packed_split(
     weight = tl.zeros([ROWS, NR], tl.float32)
     v_acc: tl.constexpr = v_wide if V_PER == TOKEN else NR
     zero_sum = tl.zeros([ROWS, v_acc], tl.float32)
+    if V_OUTLIERS:
+        sparse_even = tl.zeros([W, NR], tl.float32)
+        sparse_odd = tl.zeros([W, NR], tl.float32)
     even = tl.zeros([W, v_acc], tl.float32)
     odd = tl.zeros([W, v_acc], tl.float32)
 
@@ -444,60 +546,108 @@ def _packed_split(
 
         scores = ()
         for j in tl.static_range(NS):
-            low, high, shift = _tile(
-                pool, base + K_CODES_AT, rr, ku, j // k_sub, j % k_sub, j, K_BITS, R, BLOCK, K_CHANNELS // 2, U, False
-            )
             token = rr + j * R
-            if K_PER == CHANNEL:
-                scale_even, scale_odd = _per_channel(
-                    scales, words, at, last, ku, table_row, batch, b, heads, h, K_SCALE_AT, j * R // K_GROUP,
-                    k_groups, K_COLUMNS, K_CHANNELS, RECORD, IN_ORDER,
+            if ROPE:
+                own_token = first_token + block * BLOCK + token
+                k = _dense(
+                    pool, scales, zeros, key_scale, key_zero, key_table, base, token, kc, h, K_BITS, K_LEVELS, K_PER,
+                    K_GROUP, K_COUNT, K_ZERO, K_CODES_AT, K_SCALE_AT, K_ZERO_AT, K_CHANNELS, BLOCK, PARTS,
                 )  # fmt: skip
-                wide_even = tl.reshape(q_even[:, None, :] * scale_even[:, :, None], (U, k_wide))
-                wide_odd = tl.reshape(q_odd[:, None, :] * scale_odd[:, :, None], (U, k_wide))
-                zero_even = tl.full([U, K_COLUMNS], k_offset, tl.float32)
-                zero_odd = tl.full([U, K_COLUMNS], k_offset, tl.float32)
-                if K_ZERO:
-                    given_even, given_odd = _per_channel(
-                        zeros, words, at, last, ku, table_row, batch, b, heads, h, K_ZERO_AT, j * R // K_GROUP,
+                turn_cos, turn_sin, _, sign = _rotary(cos, sin, own_token[:, None], kc[None, :], ROPE, HALF)
+                other = _dense(
+                    pool, scales, zeros, key_scale, key_zero, key_table, base, token, kc_other, h, K_BITS, K_LEVELS,
+                    K_PER, K_GROUP, K_COUNT, K_ZERO, K_CODES_AT, K_SCALE_AT, K_ZERO_AT, K_CHANNELS, BLOCK, PARTS,
+                )  # fmt: skip
+                if MEAN:
+                    k += tl.load(key_mean + kc, mask=kc < K_CHANNELS, other=0)[None, :]
+                    other += tl.load(key_mean + kc_other, mask=kc_other < K_CHANNELS, other=0)[None, :]
+                k = k * turn_cos - sign * other * turn_sin
+                s = _dot_parts(k, q_all, tl.zeros([ROWS, NR], tl.float32), PARTS) * scaling
+            else:
+                low, high, shift = _tile(
+                    pool,
+                    base + K_CODES_AT,
+                    rr,
+                    ku,
+                    j // k_sub,
+                    j % k_sub,
+                    j,
+                    K_BITS,
+                    R,
+                    BLOCK,
+                    K_CHANNELS // 2,
+                    U,
+                    False,
+                )
+                if K_PER == CHANNEL:
+                    scale_even, scale_odd = _per_channel(
+                        scales, words, at, last, ku, table_row, batch, b, heads, h, K_SCALE_AT, j * R // K_GROUP,
                         k_groups, K_COLUMNS, K_CHANNELS, RECORD, IN_ORDER,
                     )  # fmt: skip
-                    zero_even += _up(given_even, j // k_sub, k_fields)
-                    zero_odd += _up(given_odd, j // k_sub, k_fields)
-                s = tl.zeros([ROWS, k_wide], tl.float32)
-                terms = tl.reshape(_rounded(wide_even, PARTS), (U, K_COLUMNS, NR)) * zero_even[:, :, None]
-                terms += tl.reshape(_rounded(wide_odd, PARTS), (U, K_COLUMNS, NR)) * zero_odd[:, :, None]
-                s -= tl.reshape(tl.sum(terms, 0), (k_wide,))[None, :]
-            else:
-                wide_even, wide_odd = right_even, right_odd
-                s = tl.zeros([ROWS, k_acc], tl.float32)
-            s = _dot_levels(
-                s, low, high, shift, key_table, wide_even, K_BITS, K_LEVELS, j // k_sub, 0, k_fields, K_EXACT, PARTS
-            )
-            s = _dot_levels(
-                s, low, high, shift, key_table, wide_odd, K_BITS, K_LEVELS, j // k_sub, 1, k_fields, K_EXACT, PARTS
-            )
-            if K_PER == TOKEN:
-                scale = _per_token(scales, words, base + K_SCALE_AT + token * K_COUNT, k_cols, K_COUNT)
-                s3 = tl.reshape(s, (ROWS, K_COLUMNS, NR))
-                if K_ZERO:
-                    zero = _up(
-                        _per_token(zeros, words, base + K_ZERO_AT + token * K_COUNT, k_cols, K_COUNT),
-                        j // k_sub,
-                        k_fields,
+                    wide_even = tl.reshape(q_even[:, None, :] * scale_even[:, :, None], (U, k_wide))
+                    wide_odd = tl.reshape(q_odd[:, None, :] * scale_odd[:, :, None], (U, k_wide))
+                    zero_even = tl.full([U, K_COLUMNS], k_offset, tl.float32)
+                    zero_odd = tl.full([U, K_COLUMNS], k_offset, tl.float32)
+                    if K_ZERO:
+                        given_even, given_odd = _per_channel(
+                            zeros, words, at, last, ku, table_row, batch, b, heads, h, K_ZERO_AT, j * R // K_GROUP,
+                            k_groups, K_COLUMNS, K_CHANNELS, RECORD, IN_ORDER,
+                        )  # fmt: skip
+                        zero_even += _up(given_even, j // k_sub, k_fields)
+                        zero_odd += _up(given_odd, j // k_sub, k_fields)
+                    s = tl.zeros([ROWS, k_wide], tl.float32)
+                    terms = tl.reshape(_rounded(wide_even, PARTS), (U, K_COLUMNS, NR)) * zero_even[:, :, None]
+                    terms += tl.reshape(_rounded(wide_odd, PARTS), (U, K_COLUMNS, NR)) * zero_odd[:, :, None]
+                    s -= tl.reshape(tl.sum(terms, 0), (k_wide,))[None, :]
+                else:
+                    wide_even, wide_odd = right_even, right_odd
+                    s = tl.zeros([ROWS, k_acc], tl.float32)
+                s = _dot_levels(
+                    s, low, high, shift, key_table, wide_even, K_BITS, K_LEVELS, j // k_sub, 0, k_fields, K_EXACT, PARTS
+                )
+                s = _dot_levels(
+                    s, low, high, shift, key_table, wide_odd, K_BITS, K_LEVELS, j // k_sub, 1, k_fields, K_EXACT, PARTS
+                )
+                if K_PER == TOKEN:
+                    scale = _per_token(scales, words, base + K_SCALE_AT + token * K_COUNT, k_cols, K_COUNT)
+                    s3 = tl.reshape(s, (ROWS, K_COLUMNS, NR))
+                    if K_ZERO:
+                        zero = _up(
+                            _per_token(zeros, words, base + K_ZERO_AT + token * K_COUNT, k_cols, K_COUNT),
+                            j // k_sub,
+                            k_fields,
+                        )
+                        s3 -= (zero + k_offset)[:, :, None] * tl.reshape(q_sum, (K_COLUMNS, NR))[None, :, :]
+                    elif k_offset > 0:
+                        s3 -= k_offset * tl.reshape(q_sum, (K_COLUMNS, NR))[None, :, :]
+                    s = tl.sum(s3 * scale[:, :, None], 1)
+                elif K_PER == CHANNEL:
+                    if K_COLUMNS > 1:
+                        own_group = (bi * k_groups + rr // K_GROUP % k_groups)[:, None] == k_cols[None, :]
+                        s3 = tl.where(own_group[:, :, None], tl.reshape(s, (ROWS, K_COLUMNS, NR)), 0.0)
+                        s = tl.sum(s3, 1)
+                else:
+                    s -= (q_sum * k_offset + _up(q_zero, j // k_sub, k_fields))[None, :]
+                s = _down(s, j // k_sub, k_fields)
+                if K_OUTLIERS:
+                    s *= k_factor
+            if K_OUTLIERS:
+                for extra in tl.static_range(BPI):
+                    e_block = tl.minimum(at + extra, last - 1)
+                    spare = _record(e_block, table_row, batch, b, heads, h, RECORD, IN_ORDER)
+                    e_token, e_channel, e_value = _entries(
+                        pool, scales, spare, K_OUTLIERS, K_ENTRIES, K_INDEX_AT, K_VALUE_AT, K_CHANNELS
                     )
-                    s3 -= (zero + k_offset)[:, :, None] * tl.reshape(q_sum, (K_COLUMNS, NR))[None, :, :]
-                elif k_offset > 0:
-                    s3 -= k_offset * tl.reshape(q_sum, (K_COLUMNS, NR))[None, :, :]
-                s = tl.sum(s3 * scale[:, :, None], 1)
-            elif K_PER == CHANNEL:
-                if K_COLUMNS > 1:
-                    own_group = (bi * k_groups + rr // K_GROUP % k_groups)[:, None] == k_cols[None, :]
-                    s3 = tl.where(own_group[:, :, None], tl.reshape(s, (ROWS, K_COLUMNS, NR)), 0.0)
-                    s = tl.sum(s3, 1)
-            else:
-                s -= (q_sum * k_offset + _up(q_zero, j // k_sub, k_fields))[None, :]
-            s = _base2(_down(s, j // k_sub, k_fields), k_factor, bias[None, :], softcap, SOFTCAP)
+                    hit = tl.load(q_at[None, :] + e_channel[:, None], mask=row_live[None, :], other=0).to(tl.float32)
+                    if ROPE:
+                        e_own = first_token + e_block * BLOCK + e_token
+                        turn_cos, turn_sin, e_other, sign = _rotary(cos, sin, e_own, e_channel, ROPE, HALF)
+                        far = tl.load(q_at[None, :] + e_other[:, None], mask=row_live[None, :], other=0).to(tl.float32)
+                        hit = hit * turn_cos[:, None] + far * (sign * turn_sin)[:, None]
+                    hit *= e_value[:, None] * scaling
+                    chosen = (token[:, None] == e_token[None, :]) & (bi == extra)[:, None]
+                    s = _dot_parts(chosen.to(tl.float32), hit, s, PARTS)
+            s = _base2(s, 1.0 if ROPE or K_OUTLIERS else k_factor, bias[None, :], softcap, SOFTCAP)
             if MASK or not PLAIN:
                 own_token = first_token + block * BLOCK + token
                 column = own_token
@@ -526,10 +676,27 @@ def _packed_split(
         odd *= v_fade[None, :]
         if v_zeroed:
             zero_sum *= v_fade[None, :]
+        if V_OUTLIERS:
+            sparse_even *= fade[None, :]
+            sparse_odd *= fade[None, :]
 
         for j in tl.static_range(NS):
             p = tl.exp2(scores[j] - pivot[None, :])
             weight += p
+            if V_OUTLIERS:
+                for extra in tl.static_range(BPI):
+                    e_block = tl.minimum(at + extra, last - 1)
+                    spare = _record(e_block, table_row, batch, b, heads, h, RECORD, IN_ORDER)
+                    e_token, e_channel, e_value = _entries(
+                        pool, scales, spare, V_OUTLIERS, V_ENTRIES, V_INDEX_AT, V_VALUE_AT, V_CHANNELS
+                    )
+                    mine = (rr + j * R)[None, :] == e_token[:, None]
+                    chosen = (mine & (bi == extra)[None, :]).to(tl.float32)
+                    hit = _dot_parts(chosen, p, tl.zeros([V_ENTRIES, NR], tl.float32), PARTS) * e_value[:, None]
+                    of_even = ((vu * 2)[:, None] == e_channel[None, :]).to(tl.float32)
+                    of_odd = ((vu * 2 + 1)[:, None] == e_channel[None, :]).to(tl.float32)
+                    sparse_even = _dot_parts(of_even, hit, sparse_even, PARTS)
+                    sparse_odd = _dot_parts(of_odd, hit, sparse_odd, PARTS)
             low, high, shift = _tile(
                 pool, base + V_CODES_AT, rr, vu, j // v_sub, j % v_sub, j, V_BITS, R, BLOCK, V_CHANNELS // 2, W, True
             )
@@ -617,6 +784,9 @@ def _packed_split(
             odd -= taken
         even = _own_group(even, vu * 2, V_COLUMNS, V_GROUP, W, NR)
         odd = _own_group(odd, vu * 2 + 1, V_COLUMNS, V_GROUP, W, NR)
+    if V_OUTLIERS:
+        even += sparse_even
+        odd += sparse_odd
     o_live = row_live[None, :] & (vu * 2 < V_CHANNELS)[:, None]
     tl.store(out_row[None, :] + (vu * 2)[:, None], even, mask=o_live)
     tl.store(out_row[None, :] + (vu * 2 + 1)[:, None], odd, mask=o_live)
@@ -669,26 +839,29 @@ def _exact_split(
 @triton.jit(
     do_not_specialize=(
         "block_count", "held_count", "splits", "blocks_per_split", "exact_per_split", "query_columns", "offset",
-        "window", "first_token", "queries", "table_b", "column_b", "mask_b", "mask_h", "mask_q",
+        "window", "first_token", "queries", "table_b", "column_b", "angle_b", "mask_b", "mask_h", "mask_q",
     )
 )  # fmt: skip
 def attend_split(
     query, exact_query, query_bias, keys, values, pool, words, scales, zeros, table, counts, held, column_of, mask,
-    key_scale, key_zero, key_table, value_scale, value_zero, value_table, out, tops, weights,
+    key_scale, key_zero, key_table, value_scale, value_zero, value_table, cos, sin, key_mean, out, tops, weights,
     block_count, held_count, splits, blocks_per_split, exact_per_split, query_columns, offset, window, first_token,
     queries, batch, heads, sinks, scaling, softcap,
-    q_b, q_h, q_q, e_b, e_h, e_q, k_b, k_h, k_t, v_b, v_h, v_t, table_b, column_b, mask_b, mask_h, mask_q, mask_c,
-    GROUP_ROWS: tl.constexpr, SINGLE: tl.constexpr, NR: tl.constexpr,
+    q_b, q_h, q_q, e_b, e_h, e_q, k_b, k_h, k_t, v_b, v_h, v_t, table_b, column_b, angle_b, mask_b, mask_h, mask_q,
+    mask_c, GROUP_ROWS: tl.constexpr, SINGLE: tl.constexpr, NR: tl.constexpr,
     K_CHANNELS: tl.constexpr, K_PADDED: tl.constexpr, V_CHANNELS: tl.constexpr, V_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, NS: tl.constexpr, BPI: tl.constexpr, RECORD: tl.constexpr,
     K_BITS: tl.constexpr, K_LEVELS: tl.constexpr, K_PER: tl.constexpr, K_GROUP: tl.constexpr, K_COUNT: tl.constexpr,
     K_COLUMNS: tl.constexpr, K_ZERO: tl.constexpr, K_CODES_AT: tl.constexpr, K_SCALE_AT: tl.constexpr,
-    K_ZERO_AT: tl.constexpr,
+    K_ZERO_AT: tl.constexpr, K_OUTLIERS: tl.constexpr, K_ENTRIES: tl.constexpr,
+    K_INDEX_AT: tl.constexpr, K_VALUE_AT: tl.constexpr,
     V_BITS: tl.constexpr, V_LEVELS: tl.constexpr, V_PER: tl.constexpr, V_GROUP: tl.constexpr, V_COUNT: tl.constexpr,
     V_COLUMNS: tl.constexpr, V_ZERO: tl.constexpr, V_CODES_AT: tl.constexpr, V_SCALE_AT: tl.constexpr,
-    V_ZERO_AT: tl.constexpr,
+    V_ZERO_AT: tl.constexpr, V_OUTLIERS: tl.constexpr, V_ENTRIES: tl.constexpr,
+    V_INDEX_AT: tl.constexpr, V_VALUE_AT: tl.constexpr,
     PARTS: tl.constexpr, IN_ORDER: tl.constexpr, RAGGED: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr,
-    WINDOW: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, EXACT_TILE: tl.constexpr,
+    WINDOW: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ROPE: tl.constexpr,
+    HALF: tl.constexpr, MEAN: tl.constexpr, EXACT_TILE: tl.constexpr,
 ):  # fmt: skip
     """One split of one row and KV head: ``out [splits + exact splits, B * H, rows, Dv]``, maxima, sums of weights.
 
@@ -720,11 +893,14 @@ def attend_split(
             table + b64 * table_b, column_row, mask_row, key_scale, key_zero, key_table, value_scale, value_zero,
             value_table, out_row, tops + state, weights + state, first,
             tl.minimum(first + blocks_per_split, block_count), batch, b, heads, h, row_live, head, q, query_column,
-            mask_h, mask_q, mask_c, offset, window, first_token, scaling, softcap,
+            mask_h, mask_q, mask_c, offset, window, first_token, scaling, softcap, cos + b64 * angle_b,
+            sin + b64 * angle_b, key_mean + h * K_CHANNELS,
             NR, K_CHANNELS, K_PADDED, V_CHANNELS, V_PADDED, BLOCK, NS, BPI, RECORD,
             K_BITS, K_LEVELS, K_PER, K_GROUP, K_COUNT, K_COLUMNS, K_ZERO, K_CODES_AT, K_SCALE_AT, K_ZERO_AT,
+            K_OUTLIERS, K_ENTRIES, K_INDEX_AT, K_VALUE_AT,
             V_BITS, V_LEVELS, V_PER, V_GROUP, V_COUNT, V_COLUMNS, V_ZERO, V_CODES_AT, V_SCALE_AT, V_ZERO_AT,
-            PARTS, IN_ORDER, PADDED, MASK, WINDOW, PLAIN, SOFTCAP, BIAS,
+            V_OUTLIERS, V_ENTRIES, V_INDEX_AT, V_VALUE_AT,
+            PARTS, IN_ORDER, PADDED, MASK, WINDOW, PLAIN, SOFTCAP, BIAS, ROPE, HALF, MEAN,
         )  # fmt: skip
     else:
         first = (split - splits) * exact_per_split
