@@ -11,7 +11,7 @@ captured in a CUDA graph. Batches whose rows hold different numbers of blocks co
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.metadata
 import math
 import os
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +26,9 @@ from kvbits.codecs import Codec
 from kvbits.numerics import groups
 from kvbits.store import Record, Slot
 from kvbits.types import Format, Params
+
+OLDEST_TRITON = (3, 5)
+"""Earlier compilers refuse tuples of tensors and chains of conditions. It comes with torch 2.9."""
 
 MOST_CHANNELS = 512
 MOST_COLUMNS = 128
@@ -69,12 +72,25 @@ def why_not(call: Call) -> list[str]:
 def _why_no_device(device: torch.device) -> list[str]:
     if device.type != "cuda" and not _interpreted():
         return [f"tensors on {device.type} (CUDA and ROCm GPUs run)"]
-    return [] if _has_triton() else ["triton is not installed"]
+    return _why_no_triton()
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _triton_version() -> str | None:
+    """The installed release, or None. Read from its metadata: importing it would take a second."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _why_no_triton() -> list[str]:
+    version = _triton_version()
+    if version is None:
+        return ["triton is not installed"]
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+        return [f"triton {version} (3.5 and later run)"]
+    return []
 
 
 def _interpreted() -> bool:

@@ -7,7 +7,7 @@ rounding is half to even, as in PyTorch. Triton is imported when a block is enco
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.metadata
 import os
 
 import torch
@@ -16,16 +16,28 @@ from kvbits.codecs import Affine, Codec, Fp8, NormalFloat
 from kvbits.numerics import groups
 from kvbits.types import Packed, Params
 
+OLDEST_TRITON = (3, 5)
 MOST_CHANNELS = 512
 _UNIFORM, _TABLE, _E4M3 = range(3)
+
+
+@functools.cache
+def _triton_version() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
     """Reasons against encoding blocks ``x [..., T, D]`` here; empty where :func:`encode` runs."""
     if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return [f"tensors on {x.device.type} (CUDA and ROCm GPUs run)"]
-    if importlib.util.find_spec("triton") is None:
+    version = _triton_version()
+    if version is None:
         return ["triton is not installed"]
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+        return [f"triton {version} (3.5 and later run)"]
     reasons = []
     if type(codec) not in (Affine, NormalFloat, Fp8):
         reasons.append(f"{codec} (int, nf and fp8 run)")
