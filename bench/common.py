@@ -50,6 +50,15 @@ def write(name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
     return path
 
 
+def require_green(*tests: str) -> None:
+    """Refuse to measure what is wrong: run these test files first, and end the program if one fails."""
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(tests)}: a test fails, so nothing is measured\n{done.stdout[-2000:]}")
+
+
 def prose(characters: int) -> str:
     """Real English from Python's own help topics."""
     from pydoc_data.topics import topics

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from common import SEED, prose, write
+from common import SEED, prose, require_green, write
 from transformers import Cache, DynamicCache, QuantizedCache
 
 import kvbits
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", default="decode")
     options = parser.parse_args()
+    require_green("tests/test_attend.py", "tests/test_smollm2.py")
     torch.manual_seed(SEED)
     schemes = [*PEERS, *options.schemes.split(",")]
     rows: list[dict[str, Any]] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbits.cache import LayerCache
 from kvbits.codecs import Fp8Static
+from kvbits.encode import encode
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 
@@ -90,7 +93,7 @@ class PlainCache:
             for side, codec in enumerate(codecs):
                 x = row.sides[side].clone()
                 piece = x[:, at : at + block]
-                x[:, at : at + block] = codec.decode(codec.encode(piece, self.params[side]), self.params[side])
+                x[:, at : at + block] = codec.decode(encode(codec, piece, self.params[side]), self.params[side])
                 row.sides[side] = x
             row.packed += 1
 
@@ -295,6 +298,42 @@ def test_crop_decodes_a_block_once_and_only_that() -> None:
     both.append(60)
 
 
+@pytest.mark.parametrize("rows", (1, 3))
+@pytest.mark.parametrize("padded", (False, True), ids=("whole", "padded"))
+@pytest.mark.parametrize("left", (3, 700, 1000))
+def test_a_crop_far_back_costs_and_leaves_what_is_left(left: int, padded: bool, rows: int) -> None:
+    """One block of a row is decoded at most, and the memory is that of the shorter text."""
+    text = torch.ones(rows, 16384, dtype=torch.bool)
+    if padded:
+        text[0, :700] = False
+    cache, short = LayerCache(Scheme.parse("kivi4")), LayerCache(Scheme.parse("kivi4"))
+    x = torch.randn(rows, 1, 16384, 64)
+    for each, columns in ((cache, 16384), (short, left)):
+        each.append(x[:, :, :columns], x[:, :, :columns], Rows().extend(rows, columns, text[:, :columns]))
+    with Written() as written:
+        cache.crop(16384 - left)
+    block, exact = 128 * 64 * 4, (4 + 128 + 127) * 64 * 4
+    # both sides: fresh buffers, a few temporaries for each row's block, and the shorter pool
+    assert written.nbytes <= 2 * rows * (2 * exact + 8 * block) + 2 * sum(short.nbytes().values())
+    # a buffer has room for all that stays exact before a block is packed
+    assert sum(cache.nbytes().values()) <= 1.25 * sum(short.nbytes().values()) + rows * (2 * exact + 4096)
+    assert sum(cache.nbytes().values()) == real_bytes(cache)
+
+
+def test_a_crop_gives_back_room_where_nothing_is_packed() -> None:
+    cache = LayerCache(Scheme.parse("exact"))
+    cache.append(*tokens(2, 5000, 0))
+    before = cache.keys
+    cache.crop(20)
+    assert cache.keys is before  # drafts are taken back in place
+    cache.crop(4000)
+    parts = cache.nbytes()
+    assert parts["slack"] <= parts["residual"] / 4
+    assert_same(cache.view(), tuple(x[:, :, :980] for x in tokens(2, 5000, 0)))
+    for step in range(300):
+        cache.append(*tokens(2, 1, step))
+
+
 def test_more_than_is_there_cannot_be_cropped() -> None:
     both = Both(f"int4,{SMALL}")
     both.append(10)
@@ -470,15 +509,57 @@ def test_a_window_keeps_what_can_be_seen_and_drops_the_rest(window: int, padded:
         assert cache.dropped <= max(0, unseen) and cache.dropped % scheme.block == 0
         kept = min(cache.store.counts) * scheme.block
         assert kept <= scheme.block * 3 + window or padded  # memory follows the window, not the text
+        behind = [cache.dropped + blank * scheme.block for blank in cache.store.blank]
         full = cache.view()
         dense = full.dense()
         assert dense[0].shape[2] == full.kv_columns == cache.columns
         for got, wanted in zip(dense, plain.dense(), strict=True):  # dropped tokens are zero, the others there
             lost = (got == 0).all(dim=(1, 3)) & (wanted != 0).any(dim=1).any(-1)
-            assert lost.sum(-1).tolist() == [cache.dropped] * 2
+            assert lost.sum(-1).tolist() == behind
             assert torch.equal(got, wanted.masked_fill(lost[:, None, :, None], 0))
     assert cache.dropped > 0
     assert sum(cache.nbytes().values()) == real_bytes(cache)
+
+
+@pytest.mark.parametrize("padding", (150, 10**6), ids=("behind", "all-padding"))
+def test_a_row_does_not_keep_what_another_has_not_left_behind(padding: int) -> None:
+    """The second row is still in its first window, or has no text at all; later it gets some."""
+    scheme, window = Scheme.parse(f"int4,{SMALL}"), 40
+    cache, plain, most = LayerCache(scheme, window=window), PlainCache(scheme, sinks=0), 0
+    record = 0
+    for step in range(40):
+        keys, values = tokens(2, 16, step)
+        text = torch.ones(2, 16, dtype=torch.bool)
+        text[1] = torch.arange(cache.columns, cache.columns + 16) >= min(padding, 560)
+        rows = cache.rows.extend(2, 16, text)
+        offset = max(0, cache.columns - window + 1)
+        view, expected = cache.append(keys, values, rows), plain.append(keys, values, text)
+        assert_same(view, tuple(x[:, :, offset:] for x in expected))
+        assert cache.store is not None
+        record = cache.store.record.nbytes * HEADS
+        most = max(most, cache.store.pool.nbytes)
+        if step == 30:
+            cache.crop(20)
+            plain.crop(20)
+        if step == 33:
+            cache.select_rows(torch.tensor([1, 0, 0]))
+            plain.select([1, 0, 0])
+            cache.select_rows(torch.tensor([1, 0]))
+            plain.select([1, 0])
+    assert most <= record * 2 * (window // 32 + 4)  # of both rows; the first row's text alone has 20 blocks
+    behind = sum(cache.dropped + blank * scheme.block for blank in cache.store.blank)
+    assert cache.elements == HEADS * (KEY_CHANNELS + VALUE_CHANNELS) * (sum(cache.rows.counts) - behind)
+    with pytest.raises(ValueError, match="cannot take back 200 columns, the sliding window"):
+        cache.crop(200)
+
+
+def test_exact_tokens_are_left_behind_too() -> None:
+    cache, plain = LayerCache(Scheme.parse("exact"), window=100), PlainCache(Scheme.parse("exact"))
+    for step in range(60):
+        keys, values = tokens(2, 50, step)
+        offset = max(0, cache.columns - 99)
+        assert_same(cache.append(keys, values), tuple(x[:, :, offset:] for x in plain.append(keys, values, None)))
+    assert cache.elements <= 2 * HEADS * (KEY_CHANNELS + VALUE_CHANNELS) * (100 + 3 * 128)
 
 
 def test_a_window_can_step_back_by_a_block_and_refuses_more() -> None:
@@ -741,12 +822,12 @@ def test_other_shapes_are_refused(keys: tuple[int, ...], values: tuple[int, ...]
 @pytest.mark.parametrize(
     ("keys", "values", "words"),
     [
-        (torch.bfloat16, torch.bfloat16, "holds torch.float32 on cpu and got torch.bfloat16"),
-        (torch.float32, torch.bfloat16, "must share one of float32"),
-        (torch.int64, torch.int64, "must share one of float32"),
-        (torch.float8_e4m3fn, torch.float8_e4m3fn, "must share one of float32"),
+        (torch.bfloat16, torch.bfloat16, "holds keys torch.float32 .* and got keys torch.bfloat16"),
+        (torch.float32, torch.bfloat16, "holds keys torch.float32 .* and values torch.bfloat16"),
+        (torch.int64, torch.float32, "keys are torch.int64; allowed are float32"),
+        (torch.float32, torch.float8_e4m3fn, "values are torch.float8_e4m3fn; allowed are float32"),
     ],
-    ids=("changed", "mixed", "integers", "float8"),
+    ids=("changed", "one-changed", "integers", "float8"),
 )
 def test_other_types_are_refused(keys: torch.dtype, values: torch.dtype, words: str) -> None:
     cache = LayerCache(Scheme.parse("int4"), name="layer 5")
@@ -763,7 +844,7 @@ def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 5: keys are on cpu, but values on meta"):
         cache.append(keys, values.to("meta"))
     cache.append(keys, values)
-    with pytest.raises(ValueError, match=r"layer 5: the cache holds torch\.float32 on cpu and got .* on meta"):
+    with pytest.raises(ValueError, match=r"layer 5: the cache holds .* on cpu and got .* on meta"):
         cache.append(keys.to("meta"), values.to("meta"))
     assert cache.columns == 10
 
@@ -780,3 +861,55 @@ def test_infinities_of_every_dtype_are_refused(dtype: torch.dtype) -> None:
     keys[0, 0, 50, 0] = torch.inf
     with pytest.raises(ValueError, match="NaN, infinite"):
         cache.append(keys, values)
+
+
+@pytest.mark.parametrize("scheme", ("int8", "int4", "int2", "kivi2", "nf4", "hqq4", "fp8", "fp8-static"))
+def test_what_is_taken_out_of_a_block_stays_finite(scheme: str) -> None:
+    """Errors above the largest float16 saturate; else one crop would put an infinity among the exact tokens."""
+    cache = LayerCache(Scheme.parse(f"{scheme},residual=0,sinks=0,block=32"))
+    generator, largest = torch.Generator().manual_seed(0), torch.finfo(torch.float16).max
+    x = (torch.rand(1, 1, 64, 64, generator=generator) * 2 - 1) * largest
+    x[..., ::7, :8], x[..., 3, 5] = largest, -largest
+    cache.append(x.half(), x.half())
+    assert all(bool(side.isfinite().all()) for side in cache.view().dense())
+    cache.crop(5)
+    assert cache.keys is not None and cache.values is not None
+    assert bool(cache.keys.isfinite().all() and cache.values.isfinite().all())
+    assert cache.keys.abs().max() > largest / 2
+    cache.append(x.half(), x.half())
+
+
+# -- static scales -----------------------------------------------------------------------------------------------------
+
+
+def test_a_static_scale_waits_for_what_is_not_zero() -> None:
+    """Each side by itself; blocks of zeros stay zeros whatever is learned later."""
+    cache = LayerCache(Scheme.parse("fp8-static,residual=0,sinks=0,block=32"))
+    zeros, generator = torch.zeros(1, 2, 64, 8), torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 64, 8, generator=generator) * 1e-4
+    for keys, values, fitted in ((zeros, zeros, (False, False)), (x, zeros, (True, False)), (x, x, (True, True))):
+        cache.append(keys, values)
+        assert cache.fitted == fitted
+    keys, values = cache.view().dense()
+    assert not keys[:, :, :64].any() and not values[:, :, :128].any()
+    for got in (keys[:, :, 64:128], keys[:, :, 128:], values[:, :, 128:]):
+        assert (got - x).norm() <= 0.04 * x.norm()
+    learned = cache.key_params["scale"].clone()
+    cache.append(x * 3, zeros)
+    assert torch.equal(cache.key_params["scale"], learned)
+
+
+def test_saturation_warns_once_for_each_layer_and_tensor() -> None:
+    x = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(0))
+    for name in ("layer 0", "layer 1"):
+        cache = LayerCache(Scheme.parse("fp8-static,residual=0,sinks=0,block=32"), name=name)
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for factor in (1, 2, 100, 200, 300):
+                    cache.append(x * factor, x * (factor if factor != 200 else 400))
+            said = [str(warning.message) for warning in caught]
+            assert len(said) == 2 and all(warning.category is RuntimeWarning for warning in caught)
+            for what, message in zip(("keys", "values"), said, strict=True):
+                assert re.match(rf"{name}, {what}: a value of magnitude [\d.e+]+ saturates at .* use fp8", message)
+            cache.reset()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,7 +72,7 @@ def test_schemes_lists_the_whole_catalogue() -> None:
 
 def test_explain(folder: str) -> None:
     code, output = run("explain", folder, "--scheme", "kivi2")
-    assert code == 0 and "layers 0-1: kivi2; steps: kernel reference" in output
+    assert code == 0 and f"layers 0-1: kivi2; steps: {zoo.RUNS}" in output
 
 
 WRONG = {
@@ -106,3 +108,23 @@ def test_a_file_that_is_no_text(folder: str, tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00\x80" * 10)
     code, output = run("generate", folder, "--prompt-file", str(file))
     assert code == 2 and str(file.name) in output and "UTF-8" in output
+
+
+@pytest.mark.parametrize("module", ["typer", "rich.table", "torch", "kvbits.scheme", "transformers", "kvbits.hf.run"])
+def test_an_interruption_of_an_import_ends_quietly(module: str, folder: str) -> None:
+    program = f"""
+import sys
+
+class Interrupt:
+    def find_spec(self, name, *rest):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["kvbits", "generate", {folder!r}, "--prompt", "text"]
+from kvbits.cli import main  # what the installed command does
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr and "Interrupt" not in done.stderr  # a progress bar may be there

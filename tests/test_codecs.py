@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import re
 from collections.abc import Callable
 from itertools import product
 
@@ -394,20 +394,20 @@ def test_static_scale_leaves_eightfold_headroom() -> None:
     assert params["scale"].numel() == 1
     top = float(x.abs().amax())
     later = torch.full((8, 8), 7.99 * top)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        decoded = codec.decode(codec.encode(later, params), params)
+    assert codec.saturation(later, params) is None
+    decoded = codec.decode(codec.encode(later, params), params)
     assert float((decoded / later - 1).abs().amax()) <= 2**-4  # rounding of a 3-bit mantissa, no saturation
 
 
-def test_saturation_under_a_static_scale_warns_and_stays_finite() -> None:
+def test_saturation_under_a_static_scale_is_told_and_stays_finite() -> None:
     codec = Fp8Static()
     x = torch.randn(128, 64, generator=seeded())
     params = codec.fit(x)
     top = float(x.abs().amax())
     later = torch.full((8, 8), -9.0 * top)
-    with pytest.warns(RuntimeWarning, match=r"saturates at .* 8 times the largest value .* use fp8"):
-        packed = codec.encode(later, params)
+    warning = codec.saturation(later, params)
+    assert warning is not None and re.search(r"saturates at .* 8 times the largest value .* use fp8", warning)
+    packed = codec.encode(later, params)
     torch.testing.assert_close(codec.decode(packed, params), torch.full((8, 8), -8.0 * top))
 
 
@@ -418,3 +418,13 @@ def test_static_scale_of_all_zeros_still_stores_what_comes_later() -> None:
     low, high = CODEC["fp8"].bounds
     assert 0.9 * low <= relative_error(codec.decode(codec.encode(x, params), params), x) <= 1.1 * high
     assert float(params["scale"]) * float8.E4M3_MAX == float8.E4M3_MAX
+
+
+@pytest.mark.parametrize("magnitude", [1e-45, 1e-38, 1e-30])
+def test_static_scale_of_tiny_samples_is_a_number(magnitude: float) -> None:
+    codec = Fp8Static()
+    x = torch.randn(128, 64, generator=seeded()) * magnitude
+    params = codec.fit(x)
+    assert float(params["scale"]) > 0
+    for later in (x, torch.zeros(128, 64), torch.ones(128, 64)):
+        assert bool(codec.decode(codec.encode(later, params), params).isfinite().all())

@@ -21,6 +21,7 @@ import kvbits
 import kvbits.catalogue
 import kvbits.codecs
 import kvbits.scheme
+import zoo
 from kvbits.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
@@ -100,7 +101,7 @@ def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         snippet.run(page, namespace)
         if "cache" in namespace:  # each snippet that makes a cache fills it with packed blocks
             assert namespace["cache"].nbytes.codes > 0
-    assert "kernel reference" in capsys.readouterr().out
+    assert zoo.RUNS in capsys.readouterr().out
     assert namespace["output"].shape[1] == namespace["inputs"].input_ids.shape[1] + 4
     assert kvbits.disable(namespace["model"]) is namespace["model"]
 

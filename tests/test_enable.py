@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
+import inspect
 import itertools
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,7 @@ import transformers as hf
 import kvbits
 import stored
 import zoo
+from kvbits.attend import native
 from kvbits.hf.attach import cache_name
 from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import KVCache
@@ -199,6 +205,21 @@ def test_plain_forwards_use_it_too() -> None:
     assert cache_of(model(input_ids=ids, use_cache=False), model) is None
 
 
+def test_forwards_with_arguments_by_position() -> None:
+    model, ids = kvbits.enable(zoo.build("llama"), INT8), zoo.prompt(1, 50)
+    names = list(inspect.signature(model.forward).parameters)
+    position = names.index(cache_name(model))
+    with torch.no_grad():
+        right = model(input_ids=ids)
+        for args in ((ids, *[None] * position), (ids, *[None] * (position + 1)), (ids, None)):
+            got = model(*args)
+            assert torch.equal(got.logits, right.logits)
+            assert isinstance(cache_of(got, model), KVCache)
+        cache = kvbits.cache_for(model, "int4")
+        assert cache_of(model(ids, *[None] * (position - 1), cache), model) is cache
+        assert cache_of(model(ids, *[None] * position, use_cache=False), model) is None
+
+
 def test_a_model_without_a_head_is_served_too() -> None:
     whole = zoo.build("llama")
     with torch.no_grad():
@@ -259,6 +280,26 @@ def test_a_named_stock_cache_stays_stock(kind: str, expected: type) -> None:
     assert type(cache_of(generate(model, cache_implementation=kind), model)) is expected
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_continuous_batching_keeps_its_own_cache(implementation: str) -> None:
+    """It pages exact keys and values itself, and is told apart by the name of the attention function."""
+    if zoo.installed() < (5, 24):
+        pytest.skip(f"continuous batching of Transformers {hf.__version__} needs a GPU")
+    batching = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
+    ids, results = [zoo.prompt(1, tokens)[0].tolist() for tokens in (20, 30)], []
+    for turn_on in (lambda model: model, lambda model: kvbits.enable(model, INT8)):
+        model = turn_on(zoo.build("llama", attn_implementation=implementation))
+        options = hf.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=1, pad_token_id=0)
+        paged = batching(num_blocks=8, max_batch_tokens=64, use_cuda_graph=False)
+        out = model.generate_batch(inputs=ids, generation_config=options, continuous_batching_config=paged)
+        results.append({name: answer.generated_tokens for name, answer in out.items()})
+    assert len(results[0]) == 2 and results[0] == results[1]
+    assert isinstance(cache_of(generate(model), model), KVCache)
+    assert f"paged|{model.config._attn_implementation}" == f"paged|{implementation}"  # what early releases look up
+    kvbits.disable(model)
+    assert traces(model) == [] and str(model.config._attn_implementation) == implementation
+
+
 def test_enabled_without_a_scheme_only_quantized_calls_change() -> None:
     model = kvbits.enable(zoo.build("llama"))
     assert type(cache_of(generate(model), model)) is hf.DynamicCache
@@ -272,7 +313,7 @@ def test_enabled_without_a_scheme_only_quantized_calls_change() -> None:
 
 
 def test_sliding_layers_are_quantized_where_asked() -> None:
-    model = kvbits.enable(zoo.build("gemma3"), INT8, sliding=True)
+    model = kvbits.enable(zoo.build("gemma3", sliding_window=512), INT8, sliding=True)
     assert len(cache_of(generate(model), model).packed_layers) == 4
     assert len(cache_of(generate(model, cache_implementation="quantized"), model).packed_layers) == 4
     kvbits.enable(model, INT8)
@@ -303,7 +344,7 @@ def traces(model: hf.PreTrainedModel) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("turn_on", ["cache_for", "enable", "enable-scheme", "explain"])
+@pytest.mark.parametrize("turn_on", ["cache_for", "enable", "enable-scheme"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "falcon-new", "qwen3-next"])
 def test_disable_leaves_nothing_behind(name: str, implementation: str, turn_on: str) -> None:
@@ -315,7 +356,6 @@ def test_disable_leaves_nothing_behind(name: str, implementation: str, turn_on: 
         "cache_for": lambda: generate(model, **{cache_name(model): kvbits.cache_for(model, INT8)}),
         "enable": lambda: generate(kvbits.enable(model), cache_implementation="quantized"),
         "enable-scheme": lambda: generate(kvbits.enable(model, INT8)),
-        "explain": lambda: kvbits.explain(model, INT8),
     }
     turned[turn_on]()
     assert traces(model)
@@ -328,6 +368,61 @@ def test_disable_leaves_nothing_behind(name: str, implementation: str, turn_on: 
     assert type(cache_of(got, model)) is hf.DynamicCache
     assert_same_run(got, right)
     kvbits.disable(model)  # again is harmless
+
+
+METHODS = ["prepare_inputs_for_generation", "_prepare_cache_for_generation"]
+
+
+def counting(inner: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    calls = [0]
+
+    @functools.wraps(inner)
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return inner(*args, **kwargs)
+
+    return mine, calls
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_that_the_user_has_replaced_run_and_stay(method: str) -> None:
+    """As PEFT replaces them on a model."""
+    model = zoo.build("llama")
+    right = generate(model, 3)
+    mine, calls = counting(getattr(model, method))
+    setattr(model, method, mine)
+    generate(model, 3)
+    expected = calls[0]
+    assert expected > 0
+    for _ in range(2):
+        kvbits.enable(model)
+        kvbits.enable(model, INT8)
+        calls[0] = 0
+        generate(model, 3, cache_implementation="dynamic")
+        assert calls[0] == expected
+        calls[0] = 0
+        generate(model, 3)
+        assert calls[0] == (expected if method == METHODS[0] else 0)  # the cache is made by kvbits
+        kvbits.disable(model)
+        assert vars(model)[method] is mine
+    calls[0] = 0
+    assert_same_run(generate(model, 3), right)
+    assert calls[0] == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_that_the_user_replaces_afterwards_stay(method: str) -> None:
+    model = kvbits.enable(zoo.build("llama"), INT8)
+    mine, calls = counting(getattr(model, method))
+    setattr(model, method, mine)
+    assert isinstance(cache_of(generate(model, 3), model), KVCache)
+    assert calls[0] > 0
+    kvbits.disable(model)
+    assert vars(model)[method] is mine
+    assert type(cache_of(generate(model, 3), model)) is hf.DynamicCache
+    assert traces(model) == [f".{method}"]  # the user's own
+    kvbits.enable(model, INT8)
+    assert isinstance(cache_of(generate(model, 3), model), KVCache)
 
 
 def test_a_cache_outlives_neither_disable_nor_silence() -> None:
@@ -395,6 +490,30 @@ def test_an_enabled_model_pickles() -> None:
     assert_same_run(generate(twin), generate(model))
     kvbits.disable(twin)
     assert traces(twin) == []
+
+
+@pytest.mark.parametrize("what", ["model", "config"])
+def test_a_fresh_process_loads_what_was_pickled(what: str, tmp_path: Path) -> None:
+    model = kvbits.enable(zoo.build("llama"), INT8)
+    thing = model if what == "model" else model.config
+    torch.save(thing, tmp_path / "thing.pt")
+    ids = zoo.prompt(1, 50)
+    with torch.no_grad():
+        torch.save((ids, model(ids).logits), tmp_path / "run.pt")
+    program = f"""
+import torch, transformers
+thing = torch.load({str(tmp_path / "thing.pt")!r}, weights_only=False)
+ids, right = torch.load({str(tmp_path / "run.pt")!r})
+if {what == "config"}:
+    thing = transformers.AutoModelForCausalLM.from_config(thing).eval()
+with torch.no_grad():
+    logits = thing(ids).logits
+assert logits.shape == right.shape
+assert {what == "config"} or torch.allclose(logits, right, atol=1e-4)
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "done\n", done.stderr
 
 
 # -- load_model --------------------------------------------------------------------------------------------------------
@@ -601,6 +720,47 @@ def test_explain_says_what_runs(name: str) -> None:
     cache = kvbits.cache_for(model, "kivi4,residual=0,sinks=0,block=32")
     generate(model, **{cache_name(model): cache})
     assert [layer.trace.outcome for layer in cache.packed_layers] == [path.step for path in packed]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon-new"])
+def test_explain_leaves_a_model_as_it_was(name: str) -> None:
+    model = zoo.build(name)
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    right = generate(model)
+    kvbits.explain(model, INT8)
+    with pytest.raises(ValueError, match="layers 0 to"):
+        kvbits.explain(model, "int4,layers[99]=int8")
+    assert traces(model) == []
+    assert [sorted(vars(module)) for module in model.modules()] == attributes
+    assert_same_run(generate(model), right)
+    kvbits.enable(model, INT8)
+    before = traces(model)
+    kvbits.explain(model, "int4")
+    assert traces(model) == before
+    assert str(cache_of(generate(model), model).scheme) == INT8
+
+
+def test_without_the_compiled_module_one_warning_and_explain_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: (None, 0, "it was not built: no C++ compiler"))
+    native.warn_if_missing.cache_clear()
+    model = zoo.build("llama")
+    with pytest.warns(RuntimeWarning, match="no C.. compiler.*reference kernel") as seen:
+        kvbits.cache_for(model, "int4")
+        text = str(kvbits.explain(model, "int4"))
+    native.warn_if_missing.cache_clear()
+    assert len(seen) == 1
+    assert "kernel reference" in text and "not native: it was not built: no C++ compiler" in text
+
+
+def test_explain_probes_with_plain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id that stands for a picture raises where there is none."""
+    special = dict(image_token_id=5, video_token_id=6, vision_start_token_id=7, vision_end_token_id=8)
+    model, seen = zoo.build("qwen2-vl", **special), []
+    model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"]), with_kwargs=True)
+    kvbits.explain(model, "int4")
+    used = set(torch.cat(seen, dim=1).flatten().tolist())
+    assert used and max(used) < zoo.VOCABULARY
+    assert not used & {0, 1, 5, 6, 7, 8}  # padding and the beginning of a text among them
 
 
 def test_explain_of_what_packs_nothing() -> None:

@@ -230,3 +230,37 @@ def test_an_attached_model_still_reads_as_its_stock_implementation(name: str) ->
         assert model.config._attn_implementation == stock != "flex_attention"
         assert str(model.config._attn_implementation).startswith("kvbits")
         assert torch.equal(model(input_ids=ids, logits_to_keep=3, **{cache_name(model): cache}).logits, expected)
+
+
+# -- packed windows never need more memory than exact ones -------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:every layer of")
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "beside-padding"])
+@pytest.mark.parametrize("window", [128, 256, 512, 1024])
+@pytest.mark.parametrize("scheme", ["exact", "int8", "int4", "kivi2", "int4,residual=0,block=32"])
+def test_sliding_layers_never_need_more_than_exact_ones(scheme: str, window: int, padded: bool) -> None:
+    """At any time from the first window on, as long as the text grows."""
+    options = dict(sliding_window=window, head_dim=64, num_hidden_layers=1, max_position_embeddings=8192)
+    model = zoo.build("mistral-window", torch.bfloat16, **options)
+    cache, stock = kvbits.cache_for(model, scheme, sliding=True), hf.DynamicCache(config=model.config)
+    batch, chunk = 2 if padded else 1, 64
+    sizes = []
+    for columns in range(chunk, 3 * window + 1024, chunk):
+        mask = torch.ones(batch, columns, dtype=torch.int64)
+        mask[: batch - 1] = 0
+        keys, values = torch.randn(2, batch, 2, chunk, 64, dtype=torch.bfloat16)
+        cache.columns.begin(mask)
+        for each in (cache, stock):
+            each.update(keys, values, 0)
+        if columns > window:
+            # What the stock layer's tensors show; their storage still has the last call's tokens in front.
+            exact = 2 * stock.layers[0].keys.nbytes
+            sizes.append((int(cache.nbytes) - cache.columns.rows.nbytes, exact))
+    assert sizes
+    if cache.packed_layers:
+        assert all(ours <= exact for ours, exact in sizes)
+    elif scheme.endswith("block=32"):
+        pytest.fail("this one packs")
+    else:
+        assert scheme == "exact" or window <= 256

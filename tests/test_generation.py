@@ -22,6 +22,7 @@ import stored
 import zoo
 from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from zoo import feed, positions
 
 MODELS = ["llama", "gemma3"]  # full attention; sliding and full attention mixed
 LOSSLESS = "exact,residual=4,block=32"
@@ -86,11 +87,6 @@ class Mode:
     chunks: tuple[int, ...] = (PROMPT,)
     drafts: str = ""
     logits: bool = True
-
-
-def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Position ids as ``generate`` counts them."""
-    return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def contrastive(model: Any, input_ids: torch.Tensor, generation_config: Any, **model_kwargs: Any) -> torch.Tensor:
@@ -225,26 +221,6 @@ def test_quantized_modes_equal_a_plain_loop_over_the_same_tokens(name: str, mode
     if "num_beams" not in how.options:  # whose cache holds the beams that were running at the end
         for row in range(rows):
             assert_same_row(cache, row, plain, row)
-
-
-def feed(
-    model: hf.PreTrainedModel, cache: hf.Cache, ids: torch.Tensor, mask: torch.Tensor, chunks: tuple[int, ...]
-) -> torch.Tensor:
-    """Logits of ``ids`` by plain forwards; ``mask`` is that of the first columns, the others are text."""
-    assert sum(chunks) == ids.shape[1]
-    mask = torch.cat([mask, mask.new_ones(ids.shape[0], ids.shape[1] - mask.shape[1])], dim=1)
-    logits, done = [], 0
-    for chunk in chunks:
-        new = slice(done, done + chunk)
-        done += chunk
-        with torch.no_grad():
-            result = model(
-                input_ids=ids[:, new], attention_mask=mask[:, :done], position_ids=positions(mask)[:, new],
-                use_cache=True,
-                **give(cache, model),
-            )  # fmt: skip
-        logits.append(result.logits)
-    return torch.cat(logits, dim=1)
 
 
 def assert_same_row(got: KVCache, row: int, right: KVCache, right_row: int) -> None:
@@ -575,3 +551,10 @@ def test_beams_of_a_model_whose_layers_all_stay_stock() -> None:
     with pytest.warns(UserWarning, match="packs nothing; pass sliding=True"):
         cache = kvbits.cache_for(model, "int4")
     assert torch.equal(model.generate(ids, **options, **{cache_name(model): cache}), expected)
+
+
+def test_a_scheme_that_keeps_whole_windows_exact_says_so() -> None:
+    model = zoo.build("mistral-window")
+    with pytest.warns(UserWarning, match="too short to save memory .* give a smaller residual="):
+        cache = kvbits.cache_for(model, "int4", sliding=True)
+    assert [type(layer) for layer in cache.layers] == [type(layer) for layer in stock_cache(model).layers]

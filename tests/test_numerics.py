@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbits.numerics import affine, bitpack, codebook, float8, groups
+from kvbits.numerics import affine, bitpack, cast, codebook, float8, groups
 
 CHANNELS = (1, 7, 12, 20, 64, 65, 80, 112)
 UNEVEN = (1, 7, 12, 20, 33, 64, 65, 80, 100, 112, 130, 160, 576)
@@ -345,3 +345,15 @@ def test_nearest_is_right_on_both_sides_of_every_edge(bits: int) -> None:
     for code, (low, high) in enumerate(itertools.pairwise(table.tolist())):
         middle, little = (low + high) / 2, (high - low) * 1e-5
         assert codebook.nearest(torch.tensor([middle - little, middle + little]), table).tolist() == [code, code + 1]
+
+
+def test_a_cast_down_saturates() -> None:
+    x = torch.tensor([1.0, -0.0, 65504.0, 65520.0, -7e4, 1e38])
+    expected = torch.tensor([1.0, -0.0, 65504.0, 65504.0, -65504.0, 65504.0], dtype=torch.float16)
+    assert torch.equal(cast.narrow(x, torch.float16), expected)
+    assert torch.equal(cast.narrow(x, torch.bfloat16), x.bfloat16())
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(cast.narrow(x, dtype), x.to(dtype))
+    assert (
+        cast.narrow(torch.tensor([1e300], dtype=torch.float64), torch.float32).item() == torch.finfo(torch.float32).max
+    )

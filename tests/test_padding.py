@@ -21,6 +21,7 @@ from kvbits.cache import LayerCache
 from kvbits.hf import attention as hf_attention
 from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from zoo import feed
 
 LOSSLESS = "exact,residual=4,block=32"
 SCHEMES = [
@@ -58,24 +59,6 @@ def gemma3() -> hf.PreTrainedModel:
     return zoo.build("gemma3", torch.float64)
 
 
-def feed(
-    model: hf.PreTrainedModel, cache: hf.Cache, ids: torch.Tensor, mask: torch.Tensor, chunks: tuple[int, ...] = CHUNKS
-) -> torch.Tensor:
-    """Logits ``[B, T, V]``, with each row's own tokens at positions 0, 1, 2, ..."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits, done = [], 0
-    for chunk in chunks:
-        new = slice(done, done + chunk)
-        done += chunk
-        with torch.no_grad():
-            result = model(
-                input_ids=ids[:, new], attention_mask=mask[:, :done], position_ids=positions[:, new], use_cache=True,
-                **{cache_name(model): cache},
-            )  # fmt: skip
-        logits.append(result.logits)
-    return torch.cat(logits, dim=1)
-
-
 def alone(mask: torch.Tensor) -> tuple[int, ...]:
     """The chunks that a row with ``mask [COLUMNS]`` has when it stands alone."""
     ends = torch.tensor(CHUNKS).cumsum(0).tolist()
@@ -88,7 +71,7 @@ def alone(mask: torch.Tensor) -> tuple[int, ...]:
 def test_a_padded_row_is_what_it_is_alone(llama: hf.PreTrainedModel, scheme: str, pattern: str) -> None:
     ids, mask = zoo.prompt(3, COLUMNS), PATTERNS[pattern]
     cache = kvbits.cache_for(llama, scheme)
-    logits = feed(llama, cache, ids * mask, mask)
+    logits = feed(llama, cache, ids * mask, mask, CHUNKS)
     for row in range(3):
         text = mask[row].bool()
         single = kvbits.cache_for(llama, scheme)
@@ -120,7 +103,7 @@ def test_only_text_reaches_the_store(llama: hf.PreTrainedModel, pattern: str, mo
     cache = kvbits.cache_for(llama, "kivi2,residual=4,block=32")
     with monkeypatch.context() as patch:
         patch.setattr(LayerCache, "append", spy)
-        feed(llama, cache, ids * mask, mask)
+        feed(llama, cache, ids * mask, mask, CHUNKS)
     assert len(seen) == len(CHUNKS) * len(cache.packed_layers)
     for layer in cache.packed_layers:
         for row in range(3):
@@ -163,11 +146,11 @@ def test_bad_values_in_padding_do_not_spread(scheme: str, bad: float) -> None:
     ids, mask = zoo.prompt(3, COLUMNS), PATTERNS["holes"].clone()
     mask[:, :50] = 1
     clean = kvbits.cache_for(model, scheme)
-    right = feed(model, clean, ids * mask, mask)
+    right = feed(model, clean, ids * mask, mask, CHUNKS)
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = bad  # of the padding id
     cache = kvbits.cache_for(model, scheme)
-    logits = feed(model, cache, ids * mask, mask)
+    logits = feed(model, cache, ids * mask, mask, CHUNKS)
     assert not torch.isfinite(logits[mask == 0]).any()
     assert torch.equal(logits[mask == 1], right[mask == 1])
     for layer, clean_layer in zip(cache.packed_layers, clean.packed_layers, strict=True):
@@ -253,8 +236,8 @@ def test_a_cache_still_works_after_a_refused_mask(llama: hf.PreTrainedModel, pad
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32], ids=str)
 def test_masks_of_any_dtype(llama: hf.PreTrainedModel, dtype: torch.dtype) -> None:
     mask = PATTERNS["left"]
-    right = feed(llama, kvbits.cache_for(llama, LOSSLESS), zoo.prompt(3, COLUMNS) * mask, mask)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    right = feed(llama, kvbits.cache_for(llama, LOSSLESS), zoo.prompt(3, COLUMNS) * mask, mask, CHUNKS)
+    positions = zoo.positions(mask)
     cache, done = kvbits.cache_for(llama, LOSSLESS), 0
     for chunk in CHUNKS:
         new = slice(done, done + chunk)
@@ -289,7 +272,7 @@ def test_a_mask_of_four_dimensions(implementation: str, kind: str) -> None:
         step(model, cache, None, tokens=past, batch=2)
         logits[ours] = step(model, cache, mask, tokens=new, batch=2)
         if ours:
-            assert {layer.trace.outcome for layer in cache.packed_layers} == {"kernel reference"}
+            assert {layer.trace.outcome for layer in cache.packed_layers} == {zoo.RUNS}
     assert (logits[True] - logits[False]).abs().max() <= 1e-5 * logits[False].abs().max()
 
 
@@ -319,7 +302,7 @@ def test_the_mask_reaches_attention(implementation: str, ours: str, monkeypatch:
     monkeypatch.setattr(hf_attention, "stock_function", stock_function)
     monkeypatch.setattr(hf_attention, "choose", choose)
     mask = PATTERNS["left"]
-    feed(model, cache, zoo.prompt(3, COLUMNS) * mask, mask)
+    feed(model, cache, zoo.prompt(3, COLUMNS) * mask, mask, CHUNKS)
     assert len(stock_masks) == len(cache.layers)
     assert len(calls) == (len(CHUNKS) - 1) * len(cache.layers)
     hidden = (lambda m: ~m) if implementation == "sdpa" else (lambda m: m < -1e30)

@@ -214,6 +214,40 @@ def test_json_with_other_fields_is_refused(change: dict[str, object]) -> None:
         Scheme.from_json(data)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"residual": []}, r"residual=\[\] is not a number of tokens"),
+        ({"residual": {}}, r"residual=\{\} is not a number of tokens"),
+        ({"residual": False}, "residual=False is not a number of tokens"),
+        ({"residual": 0.0}, "residual=0.0 is not a number of tokens"),
+        ({"sinks": None}, "sinks=None is not a number of tokens"),
+        ({"block": 128.0}, r"block=128.0 is not a block length; allowed are \(32, 64"),
+        ({"block": [128]}, r"block=\[128\] is not a block length"),
+        ({"key": 4}, "4 is not the name of a codec; give a string such as 'int4'"),
+        ({"value": None}, "None is not the name of a codec"),
+        ({"overrides": None}, "overrides=None is not a list"),
+        ({"overrides": {"layers": [0]}}, "overrides=.* is not a list"),
+        ({"overrides": [{}]}, r"an override has the fields \['key', 'layers', 'value'\], not \[\]"),
+        ({"overrides": [None]}, r"an override has the fields .* got None"),
+        ({"overrides": [{"layers": [0], "key": "int4"}]}, r"not \['key', 'layers'\]"),
+        ({"overrides": [{"layers": [0], "key": "int4", "value": "int4", 5: 1}]}, r"an override has the fields"),
+        ({"overrides": [{"layers": 0, "key": "int4", "value": "int4"}]}, "layers=0 names no layers"),
+        ({"overrides": [{"layers": [0.0], "key": "int4", "value": "int4"}]}, "names no layers"),
+    ],
+    ids=str,
+)
+def test_json_of_another_type_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scheme.from_json({**Scheme.parse("int4").to_json(), **change})
+
+
+def test_json_that_is_no_object_is_refused() -> None:
+    for data in (None, [], "int4"):
+        with pytest.raises(ValueError, match="a scheme has the fields"):
+            Scheme.from_json(data)  # type: ignore[arg-type]
+
+
 def test_json_is_validated_like_text() -> None:
     data = Scheme.parse("int4").to_json()
     with pytest.raises(ValueError, match="unknown scheme 'int7'"):
@@ -301,3 +335,23 @@ def test_the_catalogue_covers_every_method_and_recommends_one_of_its_own() -> No
     for kind in CODEC_CLASSES:
         for bits in getattr(kind, "allowed_bits", ()):
             assert f"{kind.name}{bits}" in BY_NAME  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "window", "expected"),
+    [
+        ("int4", 4096, "int4"),
+        ("int4", 1024, "int4"),
+        ("int4", 512, "int4,block=64"),
+        ("int4", 256, "int4,block=32"),
+        ("int4", 128, "exact"),  # of which the residual is all
+        ("kivi2", 1024, "kivi2"),
+        ("kivi2", 256, "kivi2,block=32"),
+        ("int8,residual=0,block=256", 512, "int8,residual=0,block=64"),
+        ("k=int4-channel-gs128,v=int4", 512, "exact"),  # whose groups allow no shorter block
+        ("exact", 64, "exact"),
+        ("exact,residual=4,block=32", 16, "exact,residual=4,block=32"),
+    ],
+)
+def test_a_scheme_for_a_window(scheme: str, window: int, expected: str) -> None:
+    assert str(Scheme.parse(scheme).for_window(window)) == expected

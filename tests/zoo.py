@@ -9,10 +9,15 @@ import pytest
 import torch
 import transformers as hf
 
-from kvbits.hf.attach import refuse_unless_served
+from kvbits.hf.attach import cache_name, refuse_unless_served
+from kvbits.library import instruction_set
 
 VOCABULARY = 128
 NOTHING_TO_STORE = "no attention layer|cache of its own making|takes no cache"
+
+
+RUNS = f"kernel {'native' if instruction_set() else 'reference'}"
+"""What an ordinary call on this machine runs on."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Family:
 
     config: str
     options: dict[str, Any]
-    outcomes: frozenset[str] = frozenset({"kernel reference"})
+    outcomes: frozenset[str] = frozenset({RUNS})
     stock_layers: int = 0
     lowest: tuple[frozenset[str], int] | None = None
     refused: str | None = None
@@ -51,7 +56,7 @@ _MLA_EXPERTS = dict(
     moe_intermediate_size=32,
 )  # fmt: skip
 _WINDOW_AND_FULL = ["sliding_attention", "full_attention"]
-_KERNEL, _DECODED = frozenset({"kernel reference"}), frozenset({"decoded"})
+_KERNEL, _DECODED = frozenset({RUNS}), frozenset({"decoded"})
 _EXPERTS = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
 _ENCODER_DECODER = dict(d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=6,
                         decoder_attention_heads=6, encoder_ffn_dim=64, decoder_ffn_dim=64)  # fmt: skip
@@ -315,3 +320,27 @@ def padded_prompt(
     for row in range(batch):
         mask[row, : padding * (batch - 1 - row)] = 0
     return ids * mask, mask
+
+
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    """Position ids as ``generate`` counts them: each row's own tokens are 0, 1, 2, ..."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def feed(
+    model: hf.PreTrainedModel, cache: hf.Cache, ids: torch.Tensor, mask: torch.Tensor, chunks: tuple[int, ...]
+) -> torch.Tensor:
+    """Logits ``[B, T, V]`` of ``ids`` by plain forwards; ``mask`` is that of the first columns, the others are text."""
+    assert sum(chunks) == ids.shape[1]
+    mask = torch.cat([mask, mask.new_ones(ids.shape[0], ids.shape[1] - mask.shape[1])], dim=1)
+    logits, done = [], 0
+    for chunk in chunks:
+        new = slice(done, done + chunk)
+        done += chunk
+        with torch.no_grad():
+            result = model(
+                input_ids=ids[:, new], attention_mask=mask[:, :done], position_ids=positions(mask)[:, new],
+                use_cache=True, **{cache_name(model): cache},
+            )  # fmt: skip
+        logits.append(result.logits)
+    return torch.cat(logits, dim=1)

@@ -1,7 +1,7 @@
 """kvbits: the KV cache of language models in 2 to 8 bits, and attention straight from the stored bits.
 
-``cache_for``, ``enable``, ``disable``, ``load_model`` and ``explain`` need Transformers and are loaded at first use;
-everything else imports without it.
+Names are loaded at first use. ``cache_for``, ``enable``, ``disable``, ``load_model`` and ``explain`` need Transformers;
+everything else works without it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvbits.cache import LayerCache
-from kvbits.catalogue import CATALOGUE, RECOMMENDED
-from kvbits.scheme import Scheme
-
 if TYPE_CHECKING:
+    from kvbits.cache import LayerCache
+    from kvbits.catalogue import CATALOGUE, RECOMMENDED
     from kvbits.hf.attach import cache_for, disable, enable
     from kvbits.hf.cache import KVCache
     from kvbits.hf.explain import explain
     from kvbits.hf.loading import load_model
+    from kvbits.scheme import Scheme
 
 __version__ = "0.1.0"
 
@@ -35,7 +34,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CATALOGUE": "kvbits.catalogue",
+    "RECOMMENDED": "kvbits.catalogue",
     "KVCache": "kvbits.hf.cache",
+    "LayerCache": "kvbits.cache",
+    "Scheme": "kvbits.scheme",
     "cache_for": "kvbits.hf.attach",
     "disable": "kvbits.hf.attach",
     "enable": "kvbits.hf.attach",
@@ -43,8 +46,12 @@ _LAZY = {
     "load_model": "kvbits.hf.loading",
 }
 
+_MODULES = ("attend", "cache", "catalogue", "codecs", "scheme", "store")
+
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"kvbits.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'kvbits' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)

@@ -8,20 +8,22 @@ share of one block. Only ``crop`` into a packed block decodes it, and puts its t
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from dataclasses import replace
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
 from kvbits.attend import KVView
 from kvbits.codecs import Codec
+from kvbits.encode import Unsound, encode
+from kvbits.numerics.cast import narrow
+from kvbits.numerics.modes import without_autocast
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import BlockStore, Record
 from kvbits.types import Packed, Params
-
-LARGEST = 1e38
-"""Largest magnitude that is packed: a third of what float32 holds, so that no scale or decoded value overflows."""
 
 ENCODE_BLOCKS = 16
 """Blocks encoded at a time, so that packing a long prompt needs little memory beside it."""
@@ -31,17 +33,31 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def _outlasting(method: _Method) -> _Method:
-    """Run ``method`` outside autograd and inference mode: what a cache holds changes later, in whatever mode that is.
+    """Run ``method`` outside autograd, inference mode and autocast: a cache changes later, in whatever mode that is.
 
     A tensor made under ``torch.inference_mode()`` could not be written to by a step under ``torch.no_grad()``.
     """
 
     @functools.wraps(method)
-    def run(*args: object, **kwargs: object) -> object:
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
+    def run(self: LayerCache, *args: object, **kwargs: object) -> object:
+        with torch.inference_mode(False), torch.no_grad(), without_autocast():
+            self._adopt()
+            return method(self, *args, **kwargs)
 
     return cast(_Method, run)
+
+
+class Before(NamedTuple):
+    """A layer as it was before an append; see :meth:`LayerCache.undo`."""
+
+    rows: Rows
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    held: list[int]
+    counts: tuple[int, ...]
+    params: tuple[Params, Params]
+    fitted: tuple[bool, bool]
+    lost: tuple[int, ...]
 
 
 class LayerCache:
@@ -57,6 +73,8 @@ class LayerCache:
     def __init__(self, scheme: Scheme, window: int | None = None, name: str = "layer") -> None:
         if scheme.overrides:
             raise ValueError(f"{scheme} has overrides: give a layer its own scheme, Scheme.for_layer(index, count)")
+        if window is not None and not scheme.packs:
+            scheme = replace(scheme, residual=window)  # what is packed, here as it is, can be left behind
         self.scheme, self.window, self.name = scheme, window, name
         self.sinks = scheme.sinks if window is None else 0
         self.reset()
@@ -70,7 +88,8 @@ class LayerCache:
         self.store: BlockStore | None = None
         self.key_params: Params = {}
         self.value_params: Params = {}
-        self.fitted = False
+        self.fitted = (False, False)
+        self.warned: set[str] = set()
         self.dropped = 0
 
     @property
@@ -85,7 +104,7 @@ class LayerCache:
         """Add the columns of one call.
 
         Args:
-            keys, values: ``[B, H, q, Dk]`` and ``[B, H, q, Dv]``, fp32, bf16, fp16 or fp64.
+            keys, values: ``[B, H, q, Dk]`` and ``[B, H, q, Dv]``, each fp32, bf16, fp16 or fp64.
             rows: the columns after this call; default: ``q`` more, all of them text.
 
         Returns:
@@ -147,12 +166,13 @@ class LayerCache:
         blocks = [self._packable(tokens) for tokens in total]
         # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
         ranges = [(None, blocks[0])] if rows.valid is None else list(enumerate(blocks))
-        params = (self.key_params, self.value_params)
-        if not self.fitted:
-            params = (
-                self.scheme.key.fit(self._first_packed(work[0], ranges)),
-                self.scheme.value.fit(self._first_packed(work[1], ranges)),
-            )
+        params, fitted = [self.key_params, self.value_params], list(self.fitted)
+        for side, codec in enumerate((self.scheme.key, self.scheme.value)):
+            if not fitted[side]:
+                samples = self._first_packed(work[side], ranges)
+                params[side] = codec.fit(samples)
+                # All zeros say nothing of what will come, and stay zeros under any other parameters.
+                fitted[side] = not params[side] or bool(samples.any())
         encoded = [
             (row, self._encode(work[0], row, count, self.scheme.key, params[0], "keys"),
              self._encode(work[1], row, count, self.scheme.value, params[1], "values"))
@@ -163,7 +183,7 @@ class LayerCache:
         left = [tokens - count * self.scheme.block for tokens, count in zip(total, blocks, strict=True)]
         rest = [self._rest(x, total, left) for x in work]
         # Nothing below allocates or can fail.
-        self.rows, self.held, self.fitted = rows, total, True
+        self.rows, self.held, self.fitted = rows, total, (fitted[0], fitted[1])
         self.key_params, self.value_params = params
         view = self._view(work[0], work[1], offset)
         for row, packed_keys, packed_values in encoded:
@@ -189,15 +209,17 @@ class LayerCache:
         for first in range(0, blocks, ENCODE_BLOCKS):
             last = min(blocks, first + ENCODE_BLOCKS)
             piece = x[:, :, sinks + first * block : sinks + last * block].unflatten(2, (-1, block))
-            limit = min(LARGEST, torch.finfo(piece.dtype).max)  # 1e38 itself is infinite in float16
-            sound = piece.abs() <= limit  # False for NaN too
-            if not bool(sound.all()):
+            try:
+                packed.append(encode(codec, piece, params))
+            except Unsound as found:
                 raise ValueError(
-                    f"{self.name}: {int((~sound).sum())} of the {what} to be packed are NaN, infinite or above "
-                    f"{limit:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model is "
-                    "broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
-                )
-            packed.append(codec.encode(piece, params))
+                    f"{self.name}: {found.count} of the {what} to be packed are NaN, infinite or above "
+                    f"{found.limit:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model "
+                    "is broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
+                ) from None
+            if params and what not in self.warned and (warning := codec.saturation(piece, params)):
+                self.warned.add(what)
+                warnings.warn(f"{self.name}, {what}: {warning}", RuntimeWarning, stacklevel=2)
         return packed
 
     def _rest(self, work: torch.Tensor, total: list[int], left: list[int]) -> torch.Tensor:
@@ -217,11 +239,25 @@ class LayerCache:
         if self.window is None or self.store is None or not self.store.longest:
             return
         # One block more than the window needs stays, so that speculative decoding can step back.
-        unseen = min(self.rows.counts) - (self.window - 1) - self.scheme.block - self.dropped
-        blocks = min(max(0, unseen) // self.scheme.block, min(self.store.counts))
-        if blocks:
-            self.store.drop_first(blocks)
-            self.dropped += blocks * self.scheme.block
+        seen_from = [tokens - (self.window - 1) - self.scheme.block - self.dropped for tokens in self.rows.counts]
+        blocks = [
+            min(max(0, first) // self.scheme.block, held)
+            for first, held in zip(seen_from, self.store.counts, strict=True)
+        ]
+        common = min(blocks)
+        if common:
+            self.store.drop_first(common)
+            self.dropped += common * self.scheme.block
+        # All rows count from the same dropped tokens on. A row that is ahead of another (of one that is all padding,
+        # say) leaves its blocks behind by itself.
+        for row, count in enumerate(blocks):
+            self.store.blank_first(row, count - common)
+        self.store.trim()
+
+    def _lost(self) -> list[int]:
+        """Own tokens of each row that a window has left behind."""
+        assert self.store is not None
+        return [self.dropped + blank * self.scheme.block for blank in self.store.blank]
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -268,10 +304,36 @@ class LayerCache:
         """Elements of K and V of all own tokens that are still held."""
         if self.keys is None or self.values is None:
             return 0
-        tokens = sum(self.rows.counts) - self.dropped * self.rows.batch
+        assert self.store is not None
+        tokens = sum(self.rows.counts) - sum(self._lost())
         return tokens * self.keys.shape[1] * (self.keys.shape[3] + self.values.shape[3])
 
     # -- changing --------------------------------------------------------------------------------------------------
+
+    def before(self) -> Before:
+        """What :meth:`undo` needs to take back the next :meth:`append`."""
+        counts = () if self.store is None else tuple(self.store.counts)
+        lost = () if self.store is None else tuple(self._lost())
+        params = (self.key_params, self.value_params)
+        return Before(self.rows, self.keys, self.values, self.held, counts, params, self.fitted, lost)
+
+    @_outlasting
+    def undo(self, before: Before) -> bool:
+        """Take back the last append, bit for bit. False, and nothing changes, if a window has dropped blocks since."""
+        if before.keys is None:
+            self.reset()
+            return True
+        assert self.store is not None
+        if tuple(self._lost()) != before.lost:
+            return False
+        if tuple(self.store.counts) == before.counts:
+            self.crop(self.columns - before.rows.columns, before.rows)
+            return True
+        # The buffers from before a block was packed are as they were: what stays exact went into new ones.
+        self.store.truncate(before.counts)
+        self.rows, self.keys, self.values, self.held = before.rows, before.keys, before.values, before.held
+        (self.key_params, self.value_params), self.fitted = before.params, before.fitted
+        return True
 
     @_outlasting
     def crop(self, columns: int, rows: Rows | None = None) -> None:
@@ -282,48 +344,60 @@ class LayerCache:
         """
         if not 0 <= columns <= self.columns:
             raise ValueError(f"{self.name}: cannot take back {columns} of {self.columns} columns")
-        if columns == 0 or self.keys is None:
+        if columns == 0 or self.keys is None or self.values is None:
             return
         rows = self.rows.crop(columns) if rows is None else rows
         gone = [old - new for old, new in zip(self.rows.counts, rows.counts, strict=True)]
-        if self.dropped and any(new - (self.window or 0) + 1 < self.dropped for new in rows.counts):
+        if (
+            self.window is not None
+            and self.store is not None
+            and any(lost and new - self.window + 1 < lost for new, lost in zip(rows.counts, self._lost(), strict=True))
+        ):
             raise ValueError(
                 f"{self.name}: cannot take back {columns} columns, the sliding window of {self.window} tokens has "
                 f"left behind what the rest would see; at most {self.scheme.block} can be taken back"
             )
-        self._unpack_last([max(0, g - max(0, held - self.sinks)) for g, held in zip(gone, self.held, strict=True)])
-        assert self.keys is not None and self.values is not None
-        left = [held - g for held, g in zip(self.held, gone, strict=True)]
-        for buffer in (self.keys, self.values):
-            for row, (new, old) in enumerate(zip(left, self.held, strict=True)):
-                buffer[row, :, new:old] = 0  # what was taken back may hold NaN, and masks do not stop 0 * NaN
+        assert self.store is not None
+        block, blocks, border, left = self.scheme.block, [], [], []
+        for g, held, packed in zip(gone, self.held, self.store.counts, strict=True):
+            sinks = min(held, self.sinks)
+            within = packed * block - max(0, g - (held - sinks))  # packed tokens that remain; below 0, sinks go too
+            blocks.append(max(0, within) // block)
+            border.append(max(0, within) % block)
+            left.append(sinks + min(0, within) + border[-1] + max(0, held - sinks - g))
+        if blocks != self.store.counts:
+            self._unpack(blocks, border, left)
+        else:
+            self._shrink(max(left))
+            for buffer in (self.keys, self.values):
+                for row, (new, old) in enumerate(zip(left, self.held, strict=True)):
+                    buffer[row, :, new:old] = 0  # what was taken back may hold NaN, and masks do not stop 0 * NaN
         self.rows, self.held = rows, left
 
-    def _unpack_last(self, short: list[int]) -> None:
-        """Decode each row's last blocks back to its recent tokens until at least ``short[row]`` of them are there."""
+    def _unpack(self, blocks: list[int], border: list[int], left: list[int]) -> None:
+        """Keep ``blocks[row]`` blocks of each row, and the first ``border[row]`` tokens of the next one as exact ones.
+
+        Only that one block of a row is ever decoded, however far back a crop goes.
+        """
         assert self.keys is not None and self.values is not None and self.store is not None
-        block = self.scheme.block
-        blocks = [min(-(-tokens // block), held) for tokens, held in zip(short, self.store.counts, strict=True)]
-        if not any(blocks):
-            return
-        total = [held + count * block for held, count in zip(self.held, blocks, strict=True)]
         view = self.store.view()
         sides = ((self.keys, self.scheme.key, self.key_params), (self.values, self.scheme.value, self.value_params))
         restored = []
         for side, (buffer, codec, params) in enumerate(sides):
-            wider = self._buffer(buffer, max(total))
-            for row, (held, count) in enumerate(zip(self.held, blocks, strict=True)):
-                begin, last = min(held, self.sinks), self.store.counts[row]
-                wider[row, :, :begin] = buffer[row, :, :begin]
-                if count:
-                    packed = {name: part[row] for name, part in view.read(last - count, last)[side].items()}
-                    tokens = codec.decode(packed, params).flatten(1, 2)
-                    wider[row, :, begin : begin + count * block] = tokens.to(buffer.dtype)
-                wider[row, :, begin + count * block : total[row]] = buffer[row, :, begin:held]
-            restored.append(wider)
+            fresh = self._buffer(buffer, max(left))
+            for row, (first, tokens, new, old) in enumerate(zip(blocks, border, left, self.held, strict=True)):
+                begin = min(old, self.sinks, new)
+                fresh[row, :, :begin] = buffer[row, :, :begin]
+                if tokens:
+                    packed = {name: part[row] for name, part in view.read(first, first + 1)[side].items()}
+                    decoded = codec.decode(packed, params).flatten(1, 2)[:, :tokens]
+                    fresh[row, :, begin : begin + tokens] = narrow(decoded, buffer.dtype)
+                recent = new - begin - tokens
+                fresh[row, :, begin + tokens : new] = buffer[row, :, begin : begin + recent]
+            restored.append(fresh)
         self.keys, self.values = restored
-        self.held = total
-        self.store.truncate([held - count for held, count in zip(self.store.counts, blocks, strict=True)])
+        self.store.truncate(blocks)
+        self.store.trim()
 
     @_outlasting
     def select_rows(self, index: torch.Tensor, rows: Rows | None = None) -> None:
@@ -336,6 +410,14 @@ class LayerCache:
         self.held = [self.held[row] for row in index.tolist()]
         self.store.select_rows(index)
 
+    def _adopt(self) -> None:
+        """Take tensors that may be changed: a copy made under ``torch.inference_mode()`` has others."""
+        if self.keys is None or self.values is None or not self.keys.is_inference():
+            return
+        assert self.store is not None
+        self.keys, self.values = self.keys.clone(), self.values.clone()
+        self.store.pool, self.store.table = self.store.pool.clone(), self.store.table.clone()
+
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -346,11 +428,9 @@ class LayerCache:
             )
         if keys.device != values.device:
             raise ValueError(f"{self.name}: keys are on {keys.device}, but values on {values.device}")
-        if keys.dtype != values.dtype or not keys.dtype.is_floating_point or keys.dtype.itemsize < 2:
-            raise ValueError(
-                f"{self.name}: keys {keys.dtype} and values {values.dtype} must share one of float32, bfloat16, "
-                "float16, float64"
-            )
+        for what, x in (("keys", keys), ("values", values)):  # under autocast they may differ: rotary in float32
+            if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+                raise ValueError(f"{self.name}: {what} are {x.dtype}; allowed are float32, bfloat16, float16, float64")
         if self.keys is None or self.values is None:
             return
         held = (self.keys.shape[0], self.keys.shape[1], self.keys.shape[3], self.values.shape[3])
@@ -360,16 +440,18 @@ class LayerCache:
                 f"{self.name}: the cache holds (rows, heads, key channels, value channels) = {held} and got {new}; "
                 "it belongs to another batch or another model: reset() it or make a new one"
             )
-        if (self.keys.dtype, self.keys.device) != (keys.dtype, keys.device):
+        kept, got = ((k.dtype, v.dtype, k.device) for k, v in ((self.keys, self.values), (keys, values)))
+        if kept != got:
             raise ValueError(
-                f"{self.name}: the cache holds {self.keys.dtype} on {self.keys.device} and got {keys.dtype} on "
-                f"{keys.device}; reset() it or make a new one"
+                f"{self.name}: the cache holds keys {kept[0]} and values {kept[1]} on {kept[2]} and got keys {got[0]} "
+                f"and values {got[1]} on {got[2]}; reset() it or make a new one, and keep to one dtype, in or out of "
+                "torch.autocast"
             )
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         batch, heads, _, channels = keys.shape
         scheme = self.scheme
-        record = Record.of(scheme.key, scheme.value, scheme.block, channels, values.shape[3], keys.dtype)
+        record = Record.of(scheme.key, scheme.value, scheme.block, channels, values.shape[3], keys.dtype, values.dtype)
         self.store = BlockStore(record, heads, batch, keys.device)
         self.keys, self.values = _zeros(keys, 0), _zeros(values, 0)
         self.held = [0] * batch
@@ -398,6 +480,13 @@ class LayerCache:
             wider[:, :, :held] = buffer[:, :, :held]
             grown.append(wider)
         self.keys, self.values = grown
+
+    def _shrink(self, tokens: int) -> None:
+        """Give back room that a crop left unused, where it is more than growth keeps in hand."""
+        assert self.keys is not None and self.values is not None
+        if self.keys.shape[2] > max(self._most_exact(), tokens + tokens // 4 + 64):
+            room = max(self._most_exact(), tokens + tokens // 8 + 8)
+            self.keys, self.values = self.keys[:, :, :room].clone(), self.values[:, :, :room].clone()
 
 
 def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import typer
-from rich.console import Console
-from rich.table import Table
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
 
-from kvbits import __version__
-from kvbits.catalogue import CATALOGUE, RECOMMENDED
-from kvbits.scheme import BLOCK_TOKENS, Scheme
+    from kvbits import __version__
+    from kvbits.catalogue import CATALOGUE, RECOMMENDED
+    from kvbits.scheme import BLOCK_TOKENS, Scheme
+except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
+    raise SystemExit(130) from None
 
 if TYPE_CHECKING:
     from kvbits.hf.run import Run

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,9 @@ RESIDUAL_TOKENS = 128
 SINK_TOKENS = 4
 BLOCK_TOKENS = 128
 BLOCKS = (32, 64, 128, 256)
+
+_EXACT_BITS = 16
+"""Of an exact element, for estimates."""
 
 _OPTIONS = ("residual", "sinks", "block")
 
@@ -71,10 +75,10 @@ class Scheme:
         exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)
         if self.residual is None and not exact:
             raise ValueError(f"residual=None keeps every token exact, which only 'exact' means; got {self.key}")
-        for name, number in (("residual", self.residual or 0), ("sinks", self.sinks)):
+        for name, number in (("residual", 0 if self.residual is None else self.residual), ("sinks", self.sinks)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"{name}={number!r} is not a number of tokens; give 0 or more")
-        if self.block not in BLOCKS:
+        if not isinstance(self.block, int) or self.block not in BLOCKS:
             raise ValueError(f"block={self.block!r} is not a block length; allowed are {BLOCKS}")
         for codec in (self.key, self.value, *(c for o in self.overrides for c in (o.key, o.value))):
             if self.block % codec.block_multiple:
@@ -115,6 +119,29 @@ class Scheme:
         elif residual is None:
             residual = RESIDUAL_TOKENS
         return replace(plain, key=found.key, value=found.value, residual=residual)
+
+    def for_window(self, window_tokens: int) -> Scheme:
+        """This scheme for a layer that sees no further back than a window, where exact tokens are few anyway.
+
+        With blocks as much shorter as it takes to need less memory than the exact window; else ``exact``: where most
+        of the window is residual, packing the rest saves nothing. A scheme that packs exact tokens is left as it is.
+        """
+        if not self.packs or (isinstance(self.key, Exact) and isinstance(self.value, Exact)):
+            return self
+        for block in sorted((b for b in BLOCKS if b <= self.block), reverse=True):
+            if all(block % codec.block_multiple == 0 for codec in (self.key, self.value)):
+                scheme = replace(self, block=block, overrides=())
+                if scheme._window_bits(window_tokens) <= 0.95 * (window_tokens - 1) * 2 * _EXACT_BITS:
+                    return scheme
+        return Scheme(Exact(), Exact(), residual=None, sinks=self.sinks, block=self.block)
+
+    def _window_bits(self, window_tokens: int) -> float:
+        """Most bits that a channel of K and one of V need together under a window: see ``LayerCache._slide``."""
+        assert self.residual is not None
+        block, bits = self.block, sum(c.bits_per_element(self.block, 64) for c in (self.key, self.value))
+        # One block may be left behind in part, one stays for steps back, one comes before one goes; an eighth is spare.
+        packed = max(0, window_tokens - 1 - self.residual) + 3 * block
+        return 2 * _EXACT_BITS * (self.residual + block - 1) + bits * packed * 9 / 8
 
     def __str__(self) -> str:
         exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)
@@ -178,15 +205,25 @@ class Scheme:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Scheme:
-        """Inverse of :meth:`to_json`. Raises ValueError for unknown or missing fields."""
-        allowed = {"key", "value", "residual", "sinks", "block", "overrides"}
-        if set(data) != allowed:
-            raise ValueError(f"a scheme has the fields {sorted(allowed)}, not {sorted(data)}")
-        overrides = tuple(
-            Override(tuple(o["layers"]), parse_codec(o["key"]), parse_codec(o["value"])) for o in data["overrides"]
-        )
+        """Inverse of :meth:`to_json`. Raises ValueError for unknown, missing or impossible fields."""
+        _check_fields("a scheme", data, {"key", "value", "residual", "sinks", "block", "overrides"})
+        if not isinstance(data["overrides"], (list, tuple)):
+            raise ValueError(f"overrides={data['overrides']!r} is not a list; give [] for none")
+        overrides = []
+        for one in data["overrides"]:
+            _check_fields("an override", one, {"layers", "key", "value"})
+            if not isinstance(one["layers"], (list, tuple)):
+                raise ValueError(f"layers={one['layers']!r} names no layers; give a list of numbers such as [0, 1, -1]")
+            overrides.append(Override(tuple(one["layers"]), parse_codec(one["key"]), parse_codec(one["value"])))
         rest = {name: data[name] for name in _OPTIONS}
-        return Scheme(parse_codec(data["key"]), parse_codec(data["value"]), overrides=overrides, **rest)
+        return Scheme(parse_codec(data["key"]), parse_codec(data["value"]), overrides=tuple(overrides), **rest)
+
+
+def _check_fields(what: str, data: object, allowed: set[str]) -> None:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what} has the fields {sorted(allowed)}; got {data!r}")
+    if set(data) != allowed:
+        raise ValueError(f"{what} has the fields {sorted(allowed)}, not {sorted(map(str, data))}")
 
 
 def parse_codec(name: str) -> Codec:
@@ -195,6 +232,8 @@ def parse_codec(name: str) -> Codec:
     Raises:
         ValueError: naming the nearest spellings.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is not the name of a codec; give a string such as 'int4'")
     for kind in CODECS:
         if match := kind.pattern.fullmatch(name):
             return kind.from_match(match)

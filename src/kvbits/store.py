@@ -12,10 +12,12 @@ the context becomes. Rows may hold different numbers of blocks (left-padded batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from kvbits import memory
 from kvbits.codecs import Codec
 from kvbits.types import Packed, Part, Role
 
@@ -32,20 +34,44 @@ class Slot:
     offset: int
 
 
+class Memo(dict[str, Any]):
+    """What kernels derive from a layer's record; a copy of the layer derives its own."""
+
+    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
+        return Memo, ()
+
+
 @dataclass(frozen=True)
 class Record:
-    """Byte map of one block of one head."""
+    """Byte map of one block of one head.
+
+    Attributes:
+        tokens: of a block.
+        keys, values: the parts of either side.
+        nbytes: of the whole record.
+        memo: what kernels derive from a layer's record, once.
+    """
 
     tokens: int
     keys: tuple[Slot, ...]
     values: tuple[Slot, ...]
     nbytes: int
+    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     @staticmethod
-    def of(key: Codec, value: Codec, tokens: int, key_channels: int, value_channels: int, dtype: torch.dtype) -> Record:
-        """Lay the parts of both codecs one after the other."""
+    def of(
+        key: Codec,
+        value: Codec,
+        tokens: int,
+        key_channels: int,
+        value_channels: int,
+        key_dtype: torch.dtype,
+        value_dtype: torch.dtype | None = None,
+    ) -> Record:
+        """Lay the parts of both codecs one after the other. The dtypes are those of exact K and V; one is for both."""
         sides, offset = [], 0
-        for codec, channels in ((key, key_channels), (value, value_channels)):
+        value_dtype = value_dtype or key_dtype
+        for codec, channels, dtype in ((key, key_channels, key_dtype), (value, value_channels, value_dtype)):
             slots = []
             for part in codec.layout(tokens, channels, dtype):
                 slots.append(Slot(part, offset))
@@ -122,8 +148,10 @@ class BlockStore:
         self.record = record
         self.heads = heads
         self.counts = [0] * rows
+        self.blank = [0] * rows
+        self._zeros: int | None = None
         self.used = 0
-        self.pool = torch.empty(0, heads, record.nbytes, dtype=torch.uint8, device=device)
+        self.pool = memory.allocate((0, heads, record.nbytes), device)
         self.table = torch.empty(rows, 0, dtype=torch.int64, device=device)
         self.in_order = True
 
@@ -170,19 +198,38 @@ class BlockStore:
         chosen = rows.tolist()
         self.in_order = self.in_order and chosen == list(range(len(self.counts)))
         self.counts = [self.counts[r] for r in chosen]
+        self.blank = [self.blank[r] for r in chosen]
 
     def truncate(self, counts: Sequence[int]) -> None:
         """Keep the first ``counts[b]`` blocks of row ``b``. Their memory is reclaimed when the pool next grows."""
         assert all(new <= old for new, old in zip(counts, self.counts, strict=True))
         self.counts = list(counts)
+        self.blank = [min(pair) for pair in zip(self.blank, counts, strict=True)]
         if self.in_order and len(set(counts)) == 1:
             self.used = self.longest * len(counts)
+
+    def trim(self) -> None:
+        """Give back the memory of blocks that no row refers to any more, where it is most of the pool."""
+        if 2 * (sum(self.counts) - sum(self.blank)) < self.pool.shape[0] - 2:
+            self._compact(self._alive())
 
     def drop_first(self, blocks: int) -> None:
         """Forget the first ``blocks`` of every row (sliding windows)."""
         self.table = self.table[:, blocks:].clone()
         self.counts = [count - blocks for count in self.counts]
+        self.blank = [max(0, count - blocks) for count in self.blank]
         self.in_order = False
+
+    def blank_first(self, row: int, blocks: int) -> None:
+        """Forget the first ``blocks`` of one row, which keep their place: one block of zeros stands for all of them."""
+        if blocks <= self.blank[row]:
+            return
+        if self._zeros is None:
+            self.reserve(1, 0)
+            self._zeros, self.used = self.used, self.used + 1
+            self.pool[self._zeros] = 0
+        self.table[row, :blocks] = self._zeros
+        self.blank[row], self.in_order = blocks, False
 
     def reserve(self, added: int, columns: int) -> None:
         """Make room for ``added`` more blocks in the pool and ``columns`` columns in the table, all at once."""
@@ -199,7 +246,7 @@ class BlockStore:
         if need > self.pool.shape[0]:
             # A first fill (a prompt) is cut to fit; what grows step by step keeps an eighth in hand.
             capacity = need if self.used == 0 else need + self.used // _GROWTH
-            pool = self.pool.new_empty(capacity, *self.pool.shape[1:])
+            pool = memory.allocate((capacity, *self.pool.shape[1:]), self.pool.device)
             pool[: self.used] = self.pool[: self.used]
             self.pool = pool
 
@@ -215,7 +262,7 @@ class BlockStore:
         moved[alive] = torch.arange(len(alive), device=self.table.device)
         self.table = moved[self.table.clamp(max=self.used - 1)]
         self.pool = self.pool[alive]
-        self.used = len(alive)
+        self.used, self._zeros = len(alive), None
         rows = len(self.counts)
         ordered = torch.arange(self.used, device=self.table.device)
         same = len(set(self.counts)) == 1 and self.used == self.longest * rows

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbits.attend import reference, triton_decode
+from kvbits.attend import native, reference, triton_decode
 from kvbits.attend.call import Call
 from kvbits.attend.view import KVView
+from kvbits.numerics.modes import without_autocast
 
 __all__ = ["KERNELS", "Call", "KVView", "Kernel", "attend", "choose", "explain"]
 
@@ -31,6 +32,7 @@ class Kernel:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel("triton", triton_decode.why_not, triton_decode.run),
+    Kernel("native", native.why_not, native.run),
     Kernel("reference", reference.why_not, reference.run),
 )
 
@@ -56,4 +58,5 @@ def explain(call: Call) -> list[str]:
 
 def attend(call: Call) -> torch.Tensor:
     """Run the best kernel: ``[B, Hq, q, Dv]`` in the query's dtype."""
-    return choose(call).run(call)
+    with without_autocast():
+        return choose(call).run(call)

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits.attend.call import Call
+from kvbits.numerics.cast import narrow
 
 TILE_ELEMENTS = 2**19
 """Decoded elements of K or of V in one tile, over all rows and heads (2 MB in float32)."""
@@ -40,11 +41,13 @@ def run(call: Call) -> torch.Tensor:
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = query.to(compute).unflatten(1, (heads, -1))  # [B, H, G, q, Dk]
     if _is_one_piece(call):
-        return _one_piece(call, grouped).to(query.dtype)
+        return narrow(_one_piece(call, grouped), query.dtype)
     softmax = _OnlineSoftmax(grouped * call.scaling, call.softcap)
     for keys, values, mask in _pieces(call, compute):
         softmax.add(keys, values, mask)
-    return softmax.finish(call.sink_logits).flatten(1, 2).to(query.dtype)
+    if softmax.state is None:  # nothing but padding so far: there is nothing to see
+        return query.new_zeros(*query.shape[:3], view.values.shape[3])
+    return narrow(softmax.finish(call.sink_logits).flatten(1, 2), query.dtype)
 
 
 def _is_one_piece(call: Call) -> bool:

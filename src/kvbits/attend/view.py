@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbits.attend import native
 from kvbits.attend.transform import Transform
+from kvbits.numerics.cast import narrow
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import Blocks
@@ -82,10 +84,16 @@ class KVView:
             return self.keys[:, :, self.offset :], self.values[:, :, self.offset :]
         sides = [(self.keys, self.keys[:, :, :0]), (self.values, self.values[:, :, :0])]
         if self.blocks.longest:
-            keys, values = self.decode(0, self.blocks.longest)
-            sides = [(self.keys, keys.to(self.keys.dtype)), (self.values, values.to(self.values.dtype))]
+            keys, values = self._decode_all()
+            sides = [(self.keys, narrow(keys, self.keys.dtype)), (self.values, narrow(values, self.values.dtype))]
         keys, values = (self._in_columns(exact, decoded) for exact, decoded in sides)
         return keys, values
+
+    def _decode_all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        transformed = self.key_transform is not _NO_TRANSFORM or self.value_transform is not _NO_TRANSFORM
+        if transformed or native.why_not_view(self):
+            return self.decode(0, self.blocks.longest)
+        return native.decode(self)
 
     def decode(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks ``first .. last - 1`` of all rows decoded: ``[B, H, n * block, Dk]`` and ``[B, H, n * block, Dv]``."""

@@ -54,8 +54,15 @@ class Codec(ABC):
         return None
 
     def fit(self, samples: torch.Tensor) -> Params:
-        """Learn static parameters from ``samples [..., T, D]`` of one layer, of any dtype. Default: none."""
+        """Learn static parameters from ``samples [..., T, D]`` of one layer, of any dtype. Default: none.
+
+        Samples that are all zero say nothing of what will come: the cache asks again at the next block.
+        """
         return {}
+
+    def saturation(self, x: torch.Tensor, params: Params) -> str | None:
+        """What to warn of, once per layer and tensor, if values of ``x`` do not fit into the static parameters."""
+        return None
 
     @abstractmethod
     def encode(self, x: torch.Tensor, params: Params) -> Packed:

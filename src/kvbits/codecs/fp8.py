@@ -8,7 +8,6 @@ static scale for those who want exactly 8 bits: with headroom of 8x, and a warni
 from __future__ import annotations
 
 import re
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -81,21 +80,21 @@ class Fp8Static(Codec):
 
     def fit(self, samples: torch.Tensor) -> Params:
         largest = samples.abs().amax().float()
-        scale = largest * (HEADROOM / float8.E4M3_MAX)
-        return {"scale": torch.where(largest == 0, 1.0, scale)}  # all zeros say nothing of what will come
+        # Of denormal samples the scale itself would be rounded to zero.
+        scale = (largest * (HEADROOM / float8.E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+        return {"scale": torch.where(largest == 0, 1.0, scale)}
+
+    def saturation(self, x: torch.Tensor, params: Params) -> str | None:
+        largest, limit = float(x.abs().amax()), float(params["scale"]) * float8.E4M3_MAX
+        if largest <= limit:
+            return None
+        return (
+            f"a value of magnitude {largest:.4g} saturates at {limit:.4g}, {HEADROOM:g} times the largest value that "
+            "the scale of fp8-static was taken from; use fp8 (a scale per token) instead"
+        )
 
     def encode(self, x: torch.Tensor, params: Params) -> Packed:
-        scaled = x.float() / params["scale"]
-        largest = scaled.abs().amax()
-        if largest > float8.E4M3_MAX:
-            limit = float(params["scale"]) * float8.E4M3_MAX
-            warnings.warn(
-                f"fp8-static: a value of magnitude {float(largest * params['scale']):.4g} saturates at {limit:.4g}, "
-                f"{HEADROOM:g} times the largest value its scale was taken from; use fp8 (a scale per token) instead",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return {"codes": float8.encode(scaled)}
+        return {"codes": float8.encode(x.float() / params["scale"])}
 
     def decode(self, packed: Packed, params: Params) -> torch.Tensor:
         return float8.decode(packed["codes"]).mul_(params["scale"])

@@ -1,9 +1,9 @@
 """Attach kvbits to a model, make caches for it, and take everything off again.
 
-Nothing of Transformers is patched. What ``attach`` puts on one model: a forward pre-hook on it and on the decoder
-inside it (it tells the cache of each call's padding), the name of a kvbits attention function in its configs, and a
-wrapper around its ``prepare_inputs_for_generation`` that keeps it from losing its cache. ``enable`` adds one around
-``_prepare_cache_for_generation``. ``disable`` removes all of it.
+Nothing of Transformers is patched. What ``attach`` puts on one model: forward hooks on it and on the decoder inside
+it (they tell the cache of each call's padding, and when the call is over), the name of a kvbits attention function in
+its configs, and a wrapper around its ``prepare_inputs_for_generation`` that keeps it from losing its cache. ``enable``
+adds one around ``_prepare_cache_for_generation``. ``disable`` removes all of it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvbits.attend import native
 from kvbits.cache import LayerCache
 from kvbits.catalogue import RECOMMENDED
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
 from kvbits.hf.translate import scheme_of_cache_config
+from kvbits.numerics.modes import outside_graphs
 from kvbits.scheme import Scheme
 
 _ATTRIBUTE = "_kvbits_attachment"
@@ -47,7 +49,8 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
     Args:
         model: a decoder-only Transformers model.
         scheme: such as ``"int4"``, ``"kivi2,residual=64"``, or a :class:`kvbits.Scheme`.
-        sliding: quantize sliding-window layers too; they stay exact, in the model's own type, by default.
+        sliding: quantize sliding-window layers too; they stay exact, in the model's own type, by default. So do those
+            whose window is too short for the scheme to save memory (see :meth:`kvbits.Scheme.for_window`).
 
     Raises:
         TypeError: if ``model`` is no Transformers model.
@@ -56,6 +59,8 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
     """
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
+    if model.device.type == "cpu":
+        native.warn_if_missing()
     layers, columns = list(_stock_layers(model)), Columns()
     # Keys and values of a picture (Mllama) are no columns of the text: these layers stay the model's own.
     crossing = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
@@ -64,13 +69,21 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
         window = getattr(stock, "sliding_window", None) if sliding else None
         if index in crossing:
             continue
-        if type(stock) is DynamicLayer or (type(stock) is DynamicSlidingWindowLayer and window is not None):
+        if window is not None:
+            own = own.for_window(window)
+        slides = type(stock) is DynamicSlidingWindowLayer and window is not None and own.packs
+        if type(stock) is DynamicLayer or slides:
             name = f"layer {index}"
             layers[index] = PackedLayer(LayerCache(own, window, name), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
+        hint = "pass sliding=True to pack such layers too"
+        if sliding:
+            hint = (
+                "these windows are too short to save memory beside what a scheme keeps exact; give a smaller residual="
+            )
         warnings.warn(
             f"every layer of {type(model).__name__} has a sliding window and stays exact, so {scheme} packs nothing; "
-            "pass sliding=True to pack such layers too",
+            f"{hint}",
             UserWarning,
             stacklevel=2,
         )
@@ -117,10 +130,16 @@ def attach(model: PreTrainedModel) -> Attachment:
         for module in _models_in(model):
             announce = _Announcer(module, found if module is model else None)
             found.hooks.append(module.register_forward_pre_hook(announce, with_kwargs=True))
-        if hasattr(model, "prepare_inputs_for_generation"):
-            model.prepare_inputs_for_generation = _PrepareInputs(model)
+            found.hooks.append(module.register_forward_hook(announce.end, with_kwargs=True, always_call=True))
+        if hasattr(model, _PrepareInputs.name):
+            _stand_before(model, _PrepareInputs)
     _set_attention(model, found)
     return found
+
+
+def attached(model: Any) -> bool:
+    """Whether kvbits is on ``model``."""
+    return _ATTRIBUTE in getattr(model, "__dict__", {})
 
 
 def _models_in(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -153,9 +172,14 @@ def enable(model: PreTrainedModel, scheme: str | Scheme | None = None, *, slidin
     cache_for(model, scheme or RECOMMENDED, sliding=sliding)  # refuses now rather than at the first call
     attachment = attach(model)
     attachment.scheme, attachment.sliding = scheme, sliding
-    if hasattr(model, "_prepare_cache_for_generation"):
-        model._prepare_cache_for_generation = _PrepareCache(model)
+    if hasattr(model, _PrepareCache.name):
+        _stand_before(model, _PrepareCache)
     return model
+
+
+def _stand_before(model: PreTrainedModel, wrapper: type[_Wrapper]) -> None:
+    if not isinstance(vars(model).get(wrapper.name), wrapper):
+        setattr(model, wrapper.name, wrapper(model))
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -170,20 +194,44 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     for config, stock in attachment.implementations:
         if config._attn_implementation in STOCK_OF:
             config._attn_implementation_internal = stock
-    for name in ("_prepare_cache_for_generation", "prepare_inputs_for_generation"):
-        vars(model).pop(name, None)
+    for wrapper in (_PrepareCache, _PrepareInputs):
+        ours = vars(model).get(wrapper.name)
+        if not isinstance(ours, wrapper):
+            continue  # never put there, or the user has put another in its place since
+        if ours.own is None:
+            del vars(model)[wrapper.name]
+        else:
+            setattr(model, wrapper.name, ours.own)
     return model
 
 
-class _PrepareCache:
-    """Stands before one model's ``_prepare_cache_for_generation`` and answers where a kvbits cache is asked for."""
+class _Wrapper:
+    """Stands before one method of one model, or before what the user (PEFT, for one) has put in its place."""
+
+    name: ClassVar[str]
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.own = vars(model).get(self.name)
+        self.__signature__ = inspect.signature(getattr(model, self.name))
+        self.takes = inspect.signature(getattr(type(model), self.name).__get__(model))
+
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model does without kvbits."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+
+
+class _PrepareCache(_Wrapper):
+    """Stands before one model's ``_prepare_cache_for_generation`` and answers where a kvbits cache is asked for."""
+
+    name = "_prepare_cache_for_generation"
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        model, attachment = self.model, attach(self.model)
-        stock = type(model)._prepare_cache_for_generation
+        model, attachment = self.model, vars(self.model).get(_ATTRIBUTE)
+        if attachment is None:  # disabled, while a wrapper of the user's around this one stays
+            return self.stock(generation_config, model_kwargs, *args, **kwargs)
         given = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
         scheme: Scheme | None = None
         if not given and generation_config.use_cache is not False:
@@ -192,7 +240,7 @@ class _PrepareCache:
             elif generation_config.cache_implementation is None:
                 scheme = attachment.scheme
         if scheme is None:
-            return stock(model, generation_config, model_kwargs, *args, **kwargs)
+            return self.stock(generation_config, model_kwargs, *args, **kwargs)
         cache = cache_for(model, scheme, sliding=attachment.sliding)
         model_kwargs[cache_name(model)] = cache
         if getattr(generation_config, "is_assistant", False):
@@ -200,20 +248,18 @@ class _PrepareCache:
         return None
 
 
-class _PrepareInputs:
+class _PrepareInputs(_Wrapper):
     """Stands before ``prepare_inputs_for_generation`` of models that may throw the caller's cache away.
 
     Phi-3 and its relatives do so, silently, where a text outgrows their short rotary factors: generation would go on
     with an exact cache of their own. The cache is emptied and kept instead, and reads the whole text again.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.__signature__ = inspect.signature(type(model).prepare_inputs_for_generation.__get__(model))
+    name = "prepare_inputs_for_generation"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
-        bound = {**self.__signature__.bind(*args, **kwargs).arguments, **kwargs}
+        inputs = self.stock(*args, **kwargs)
+        bound = {**self.takes.bind(*args, **kwargs).arguments, **kwargs}
         given = next((c for c in map(bound.get, _CACHE_NAMES) if isinstance(c, KVCache)), None)
         if given is not None and bound.get("use_cache") is False:
             raise ValueError(
@@ -225,7 +271,7 @@ class _PrepareInputs:
             if bound.get("cache_position") is not None:  # early releases would read the last token alone
                 columns = torch.arange(bound["input_ids"].shape[1], device=bound["input_ids"].device)
                 again = {**kwargs, "cache_position": columns}
-                inputs = type(self.model).prepare_inputs_for_generation(self.model, *args, **again)
+                inputs = self.stock(*args, **again)
             inputs[cache_name(self.model)] = given
         return inputs
 
@@ -237,7 +283,7 @@ def cache_name(model: torch.nn.Module) -> str:
 
 
 class _Announcer:
-    """A pre-hook that tells the cache in a call's arguments about the call's padding mask.
+    """A pair of hooks that tell the cache in a call's arguments about the call's padding mask, and when it is over.
 
     On the outermost model it also puts the default cache of :func:`enable` where the call names none.
     """
@@ -246,20 +292,32 @@ class _Announcer:
         self.attachment = attachment
         self.names = list(inspect.signature(module.forward).parameters)
 
+    @outside_graphs
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
-        cache = next((c for c in given if isinstance(c, Cache)), None)
+        cache = self._cache(args, kwargs)
         if cache is None and self._wants_default(module, args, kwargs):
             assert self.attachment is not None
             cache = cache_for(module, self.attachment.scheme, sliding=self.attachment.sliding)
-            kwargs = {**kwargs, cache_name(module): cache}
+            args, kwargs = self._with(cache_name(module), cache, args, kwargs)
         if isinstance(cache, KVCache):
+            cache.begin(id(self))
             mask = self._argument("attention_mask", args, kwargs)
             padding = isinstance(mask, torch.Tensor) and mask.ndim == 2
             # The decoder inside may get the same mask in a form that no longer shows the padding.
             if padding or mask is None or not cache.columns.waiting:
                 cache.columns.begin(mask if padding else None)
         return args, kwargs
+
+    @outside_graphs
+    def end(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook, called always: tells the cache that the call is over; without an output it has failed."""
+        cache = self._cache(args, kwargs)
+        if isinstance(cache, KVCache):
+            cache.end(id(self), failed=output is None)
+
+    def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+        given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
+        return next((c for c in given if isinstance(c, Cache)), None)
 
     def _wants_default(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.attachment is None or self.attachment.scheme is None or module.training:
@@ -268,6 +326,15 @@ class _Announcer:
         if wanted is None:
             wanted = getattr(module.config.get_text_config(decoder=True), "use_cache", False)
         return bool(wanted)
+
+    def _with(
+        self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with another value, in the place where the caller gave one."""
+        position = self.names.index(name)
+        if position < len(args):
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: value}
 
     def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs or name not in self.names:

@@ -17,8 +17,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbits.attend import Call, choose
-from kvbits.hf.handle import packed_pair
+from kvbits.attend import Call, choose, explain
+from kvbits.hf.gradient import end_of_gradients
+from kvbits.hf.handle import Pair, packed_pair
+from kvbits.numerics.modes import outside_graphs, without_autocast
 
 STOCK_OF = {"kvbits": "sdpa", "kvbits_eager": "eager"}
 """Our implementations, and the stock one that each hands over to."""
@@ -50,6 +52,19 @@ class Implementation(str):
 
     def __str__(self) -> str:
         return str.__str__(self)
+
+    def __format__(self, spec: str) -> str:
+        """The stock name, where it becomes part of another: ``paged|sdpa`` of early releases' continuous batching."""
+        return format(STOCK_OF[str(self)], spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that a model or a config that is loaded in a fresh process finds the name known to Transformers."""
+        return _restored, (str(self),)
+
+
+def _restored(name: str) -> Implementation:
+    register()
+    return Implementation(name)
 
 
 def ours_for(stock: str | None) -> Implementation:
@@ -118,14 +133,35 @@ def attention(
     if pair is None or why_decode(module, dropout, options):
         function = stock_function(module, stock)
         return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+    sinks = options.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _over_packed(query, pair, scale, attention_mask, options.get("softcap"), sinks), None
+
+
+@outside_graphs
+def _over_packed(
+    query: torch.Tensor,
+    pair: Pair,
+    scaling: float,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run a kernel."""
     call = Call(
-        query,
+        query.detach(),
         pair.view,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        mask=attention_mask,
-        softcap=options.get("softcap"),
-        sink_logits=options.get("s_aux"),
+        scaling,
+        mask=None if mask is None else mask.detach(),
+        softcap=softcap,
+        sink_logits=None if sinks is None else sinks.detach(),
     )
     kernel = choose(call)
     pair.trace.outcome = f"kernel {kernel.name}"
-    return kernel.run(call).transpose(1, 2).contiguous(), None
+    if pair.trace.asked:
+        pair.trace.kernels = explain(call)
+    with torch.no_grad(), without_autocast():
+        out = kernel.run(call)
+    if torch.is_grad_enabled() and (query.requires_grad or pair.ends_gradients):
+        out = end_of_gradients(out)
+    return out.transpose(1, 2).contiguous()

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvbits.cache import LayerCache
+from kvbits.cache import Before, LayerCache
+from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
+from kvbits.numerics.modes import outside_graphs
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.types import ByteCount
@@ -47,13 +49,13 @@ class Columns:
     def advance(self, before: int, batch: int, added: int) -> Rows:
         """The rows after this forward, for a layer that held ``before`` columns and gets ``added`` more."""
         if self._waiting:
-            self._waiting = False
+            self._waiting, mask, self._mask = False, self._mask, None  # nothing needs the mask any more
             if self.rows.columns != before:
                 raise ValueError(
                     f"a layer holds {before} columns and the cache {self.rows.columns}: an earlier call failed "
                     "halfway, or a layer was changed by itself; reset() the cache or make a new one"
                 )
-            self.rows = self.rows.extend(batch, added, self._text(before, batch, added))
+            self.rows = self.rows.extend(batch, added, self._text(mask, before, batch, added))
         if self.rows.columns != before + added or self.rows.batch != batch:
             raise ValueError(
                 f"a layer holds {before} columns and got {batch} rows of {added} more, but this forward brought the "
@@ -62,9 +64,8 @@ class Columns:
             )
         return self.rows
 
-    def _text(self, before: int, batch: int, added: int) -> torch.Tensor | None:
+    def _text(self, mask: torch.Tensor | None, before: int, batch: int, added: int) -> torch.Tensor | None:
         """Which of the new columns are text, bool ``[B, added]``, or None for all."""
-        mask = self._mask
         if mask is None:
             if self.rows.padded:
                 raise ValueError(
@@ -89,7 +90,7 @@ class Columns:
 
     def replace(self, rows: Rows) -> Rows:
         """Set the rows after a crop or a selection; what was announced before is void."""
-        self.rows, self._waiting = rows, False
+        self.rows, self._waiting, self._mask = rows, False, None
         return rows
 
 
@@ -113,6 +114,8 @@ class PackedLayer(CacheLayerMixin):
         self.is_sliding = core.window is not None
         self.is_initialized = False
         self.trace = Trace()
+        self.before: Before | None = None
+        self.swallowed = False
         self._forward = 0
 
     def __repr__(self) -> str:
@@ -143,14 +146,22 @@ class PackedLayer(CacheLayerMixin):
             )
         before, (batch, _, added, _) = self.core.columns, key_states.shape
         rows = self.columns.advance(before, batch, added)
+        undo = self.core.before()
         view = self.core.append(key_states, value_states, rows)
+        # Until the forward ends. Where nothing was packed, undoing needs no buffer, and an outgrown one may go.
+        cut = view.blocks.counts != tuple(self.core.store.counts)  # type: ignore[union-attr]
+        self.before = undo if cut or undo.keys is None else undo._replace(keys=self.core.keys, values=self.core.values)
         self._forward, self.is_initialized = self.columns.forward, True
         self.trace.outcome = "stock"
+        if torch.is_grad_enabled():
+            self.swallowed = self.swallowed or key_states.requires_grad or value_states.requires_grad
         if before == 0:
             return key_states, value_states  # attention over a prompt uses the exact K and V it has just computed
+        ends = self.swallowed and torch.is_grad_enabled()
         if view.blocks.longest == 0:
-            return view.dense()
-        return Pair(view, self.trace).handles()
+            keys, values = view.dense()
+            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
+        return Pair(view, self.trace, ends).handles()
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Length and offset of the mask for the next call."""
@@ -176,7 +187,7 @@ class PackedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.core.reset()
-        self.is_initialized = False
+        self.is_initialized, self.before, self.swallowed = False, None, False
         self._forward = self.columns.forward
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -216,10 +227,15 @@ class KVCache(Cache):
         self.scheme = scheme
         self.columns = columns
         self._unused = {i: copy.deepcopy(x) for i, x in enumerate(layers) if not isinstance(x, PackedLayer)}
+        self._forward_of: int | None = None
+        self._start = Rows()
+        self._touched: dict[int, int | None] = {}
+        self._used = self._broken = False
 
     def __repr__(self) -> str:
         return f"KVCache({self.scheme}, {len(self.layers)} layers, {self.get_seq_length()} tokens)"
 
+    @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +252,84 @@ class KVCache(Cache):
         batch, rows = key_states.shape[0], self.columns.rows.batch
         if rows not in (0, batch):
             raise ValueError(f"this cache holds {rows} rows and got {batch}; reset() it or make a new one")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not isinstance(self.layers[layer_idx], PackedLayer):
+            self._touch(layer_idx, None)  # if it fails, it may have changed
+        result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._touch(layer_idx, key_states.shape[2])
+        return result
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As in every Transformers cache (linear attention, state spaces)."""
+        self._touch(layer_idx, None)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As in every Transformers cache (linear attention, state spaces)."""
+        self._touch(layer_idx, None)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    # -- whole forwards --------------------------------------------------------------------------------------------
+
+    def _touch(self, layer: int, columns: int | None) -> None:
+        """Note that the forward in progress has changed a layer, by so many columns or, None, beyond undoing."""
+        if self._forward_of is not None:
+            self._touched[layer] = columns
+
+    def begin(self, forward_of: int) -> None:
+        """A forward begins: of the model ``forward_of`` (its hook's id), or of a decoder inside one that runs already.
+
+        Raises:
+            ValueError: if the forward before this one stopped in the middle.
+        """
+        if self._forward_of is not None and not self._touched and forward_of != self._forward_of:
+            return
+        self._settle()
+        self._forward_of, self._start = forward_of, self.columns.rows
+
+    def end(self, forward_of: int, failed: bool) -> None:
+        """A forward ends. What one that failed has stored is taken back, so that it can simply be repeated."""
+        if forward_of != self._forward_of:
+            return
+        if failed:
+            self._take_back()
+        elif self._touched:
+            self._used = True
+        self._forward_of = None
+        self._touched.clear()
+        for layer in self.packed_layers:
+            layer.before = None
+
+    def _settle(self) -> None:
+        """Refuse to go on from a forward that neither ended nor failed (an interruption), or that was not undone."""
+        if self._forward_of is not None and self._touched:
+            self.end(self._forward_of, failed=True)
+            if not self._broken:
+                raise ValueError(
+                    "the call before this one was interrupted; what it had stored was taken back just now, and the "
+                    f"cache holds {self.get_seq_length()} columns again: repeat that call, or go on from there"
+                )
+        self._forward_of = None
+        if self._broken:
+            raise ValueError(
+                "an earlier call failed halfway and could not be taken back, because layers with a sliding window or "
+                "a state of their own have already left behind what they held before; reset() the cache and pass the "
+                "whole text again, or make a new one"
+            )
+
+    def _take_back(self) -> None:
+        if not self._used:
+            self.reset()
+            return
+        for index, columns in self._touched.items():
+            layer = self.layers[index]
+            if isinstance(layer, PackedLayer):
+                done = layer.before is None or layer.core.undo(layer.before)
+            else:
+                done = columns is not None and _cropped(layer, columns)
+            self._broken = self._broken or not done
+        self.columns.replace(self._start)
+
+    # -- operations ------------------------------------------------------------------------------------------------
 
     @property
     def packed_layers(self) -> list[PackedLayer]:
@@ -278,6 +371,7 @@ class KVCache(Cache):
         self._select(index, "batch_repeat_interleave", repeats)
 
     def _select(self, index: torch.Tensor, operation: str, argument: Any) -> None:
+        self._settle()
         batch = self.columns.rows.batch
         if batch:  # 0 while empty, and where every layer keeps the model's own type
             if bool(((index < -batch) | (index >= batch)).any()):
@@ -295,6 +389,7 @@ class KVCache(Cache):
 
         Cropping into a packed block decodes that block once. Layers of the model's own type crop by their own rules.
         """
+        self._settle()
         gone = columns_to_crop(tokens_to_remove, self.columns.rows.columns)
         for layer in self.layers:
             if not isinstance(layer, PackedLayer):
@@ -308,6 +403,9 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         """Empty every layer; the cache can then hold another batch."""
+        self._used = self._broken = False
+        self._forward_of = None
+        self._touched.clear()
         for layer in self.packed_layers:
             layer.reset()
         for index, unused in self._unused.items():  # their own reset keeps the shapes, and before 5.24 zeroed tokens
@@ -316,6 +414,17 @@ class KVCache(Cache):
                 fresh.activate_past_recording()
             self.layers[index] = fresh
         self.columns.replace(Rows())
+
+
+def _cropped(layer: DynamicLayer, columns: int) -> bool:
+    """Take back what a layer of the model's own type got last, if it can."""
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        return False
+    try:
+        layer.crop(-columns)
+    except (RuntimeError, ValueError):  # a full window that was not told to record
+        return False
+    return True
 
 
 def storage_bytes(layer: Any) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from kvbits.hf.attach import cache_for, cache_name
+from kvbits.hf.attach import attached, cache_for, cache_name, disable, refuse_unless_served
 from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import PackedLayer
 from kvbits.scheme import Scheme
@@ -60,7 +63,7 @@ def explain(model: PreTrainedModel, scheme: str | Scheme, *, sliding: bool = Fal
     """Run one block of tokens and a step through ``model`` and report what each layer did.
 
     Args:
-        model: the model, on its device. kvbits is attached to it, as by :func:`kvbits.cache_for`.
+        model: the model, on its device. It is left as it was found, attached or not.
         scheme: what to explain.
         sliding: as for :func:`kvbits.cache_for`.
 
@@ -68,18 +71,30 @@ def explain(model: PreTrainedModel, scheme: str | Scheme, *, sliding: bool = Fal
         ValueError: as :func:`kvbits.cache_for`.
     """
     scheme = Scheme.parse(scheme)
+    refuse_unless_served(model)
+    found = attached(model)
+    try:
+        return _explain(model, scheme, sliding)
+    finally:
+        if not found:
+            disable(model)
+
+
+def _explain(model: PreTrainedModel, scheme: Scheme, sliding: bool) -> Explanation:
     # The same codecs, with nothing kept back: one block of tokens is then enough to have packed history.
     probe = replace(scheme, residual=0, sinks=0) if scheme.packs else scheme
     cache = cache_for(model, probe, sliding=sliding)
+    for layer in cache.packed_layers:
+        layer.trace.asked = True
     _probe(model, cache_name(model), cache, probe.block)
     shown = cache_for(model, scheme, sliding=sliding)
     paths = []
     for index, (layer, real) in enumerate(zip(cache.layers, shown.layers, strict=True)):
-        if isinstance(layer, PackedLayer):
+        if isinstance(layer, PackedLayer) and isinstance(real, PackedLayer):
             step = layer.trace.outcome
-            paths.append(LayerPath(index, str(real.core.scheme), step, _why(model, step)))
+            paths.append(LayerPath(index, str(real.core.scheme), step, _why(model, step, layer.trace.kernels)))
         else:
-            kind = type(layer).__name__
+            kind = type(real).__name__
             paths.append(LayerPath(index, f"{kind}, exact", "own", "not a full-attention layer: the model's own cache"))
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     prompt = STOCK_OF.get(implementation, implementation)
@@ -87,16 +102,36 @@ def explain(model: PreTrainedModel, scheme: str | Scheme, *, sliding: bool = Fal
 
 
 def _probe(model: PreTrainedModel, name: str, cache: object, block: int) -> None:
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.arange(block + 1 + PROBE_STEPS, device=model.device)[None] % vocabulary
+    plain = _plain_tokens(model.config, block + 1 + PROBE_STEPS)
+    ids = torch.tensor(plain, device=model.device)[None]
     with torch.no_grad():
         model(input_ids=ids[:, :-PROBE_STEPS], use_cache=True, **{name: cache})
         model(input_ids=ids[:, -PROBE_STEPS:], use_cache=True, **{name: cache})
 
 
-def _why(model: PreTrainedModel, step: str) -> str:
+def _plain_tokens(config: PretrainedConfig, count: int) -> list[int]:
+    """Ids that stand for text: in models that see or hear, some stand for a picture that the probe does not have."""
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    special = _special_tokens(config.to_dict())
+    plain = list(itertools.islice((token for token in range(vocabulary) if token not in special), count)) or [0]
+    return [plain[i % len(plain)] for i in range(count)]
+
+
+def _special_tokens(config: Mapping[Any, Any]) -> set[int]:
+    """All ids that a config names, in its parts too: ``eos_token_id``, ``image_token_index`` and so on."""
+    found = set()
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _special_tokens(value)
+        elif "token_id" in str(name) or "token_index" in str(name):
+            found |= {token for token in (value if isinstance(value, (list, tuple)) else [value]) if type(token) is int}
+    return found
+
+
+def _why(model: PreTrainedModel, step: str, kernels: list[str]) -> str:
     if step.startswith("kernel"):
-        return "attention straight from the packed blocks"
+        passed_over = itertools.takewhile(lambda line: not line.endswith(": runs"), kernels)
+        return "; ".join(["attention straight from the packed blocks", *(f"not {line}" for line in passed_over)])
     if step == "stock":
         return "this scheme packs nothing: attention over the exact buffer"
     if not model._can_set_attn_implementation():

@@ -13,28 +13,41 @@ import torch
 from torch.utils._pytree import tree_map
 
 from kvbits.attend import KVView
+from kvbits.hf.gradient import refuse
+from kvbits.numerics.modes import outside_graphs, without_autocast
 
 
 class Trace:
-    """What became of a layer's last update: ``kernel``, ``stock`` or ``decoded``, for ``explain``."""
+    """What became of a layer's last update: ``kernel``, ``stock`` or ``decoded``, for ``explain``.
+
+    Attributes:
+        outcome: which it was.
+        asked: whether to note in ``kernels`` what each kernel said of the call.
+        kernels: one line for each kernel.
+    """
 
     def __init__(self) -> None:
         self.outcome = "nothing yet"
+        self.asked = False
+        self.kernels: list[str] = []
 
 
 class Pair:
     """The view that two handles share, and its decoded tensors once something asked for them."""
 
-    def __init__(self, view: KVView, trace: Trace) -> None:
+    def __init__(self, view: KVView, trace: Trace, ends_gradients: bool = False) -> None:
         self.view = view
+        self.ends_gradients = ends_gradients
         self.trace = trace
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @outside_graphs
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Decoded K and V, ``[B, H, columns, D]``, decoded once."""
         if self._dense is None:
             self.trace.outcome = "decoded"
-            keys, values = self.view.dense()
+            with without_autocast():
+                keys, values = self.view.dense()
             self._dense = keys.contiguous(), values.contiguous()  # the strides that a handle claims to have
         return self._dense
 
@@ -53,8 +66,12 @@ class KVHandle(torch.Tensor):
     def __new__(cls, pair: Pair, side: int) -> KVHandle:
         like = (pair.view.keys, pair.view.values)[side]
         shape = (like.shape[0], like.shape[1], pair.view.kv_columns, like.shape[3])
-        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        handle = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device, requires_grad=pair.ends_gradients
+        )
         handle.pair, handle.side = pair, side
+        if pair.ends_gradients:
+            handle.register_hook(refuse)
         return handle
 
     def __init__(self, pair: Pair, side: int) -> None:

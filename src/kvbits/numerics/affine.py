@@ -55,7 +55,8 @@ def choose_qparams(
     span = top - bottom
     step = torch.maximum(high / span - low / span, torch.maximum(high, -low) * STEP_FLOOR)
     constant = low == high
-    scale = torch.where(constant, low.to(scale_dtype), round_up(step, scale_dtype))
+    # Adding 0 makes a scale of -0 one of 0: which of both the minimum of zeros is depends on who takes it.
+    scale = torch.where(constant, low.to(scale_dtype), round_up(step, scale_dtype)) + 0.0
     low_level = torch.where(constant, 1.0, bottom)
     return scale, (low_level - low / safe_divisor(scale)).to(zero_dtype)
 

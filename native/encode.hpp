@@ -1,0 +1,431 @@
+// Encoding one block [tokens, channels], bit for bit as the codecs' `encode` does: the same float32 operations in the
+// same order on every element that is stored. HQQ's zeros are the exception (see half_quadratic.hpp).
+//
+// A block is read from memory once. Groups of channels are met W at a time, so that their parameters are computed in
+// the lanes of one vector; groups of tokens have channels in the lanes. Their elements are read twice, the second time
+// from the nearest cache. Codes are gathered as bytes, and packed along tokens when the block is done.
+#pragma once
+
+#include "elements.hpp"
+#include "encoder.hpp"
+#include "half_quadratic.hpp"
+
+namespace kvbits {
+namespace {
+
+template <class I, Type type, Levels levels> class BlockEncoder {
+    using E = Elements<I, type>;
+    using f32 = typename I::f32;
+    using i32 = typename I::i32;
+    using u32 = typename I::u32;
+    static constexpr int W = I::W;
+
+    struct Group {  // one in each lane
+        f32 scale, zero;
+        Divisor<I> divisor;
+        bool easy;
+    };
+
+    const Encoder& told_;
+    const uint8_t* data_;
+    int64_t stride_;       // bytes from token to token
+    int64_t read_step_;    // elements from group to group of channels, where they are read
+    const bool padded_;
+    const Encoded out_;
+    uint8_t* codes_;
+    int64_t code_stride_;
+    float* floats_;
+    const int top_;
+    float edges_[32];  // as told, and room for a look-up that begins further on
+    const Divisor<I> span_;
+    i32 sound_;
+    f32 largest_{};
+
+public:
+    // Elements of the shortest group along a vector.
+    static int64_t shortest(const Encoder& told) {
+        if (told.per == Per::channel) return told.channels;
+        return told.channels - (told.groups - 1) * told.length;
+    }
+    static bool padded(const Encoder& told) { return shortest(told) < E::count; }
+    static int64_t width(const Encoder& told) { return (told.length + E::count - 1) / E::count * E::count; }
+    static int64_t row_bytes(const Encoder& told) {
+        return told.per == Per::channel ? E::count * E::size : told.groups * width(told) * E::size;
+    }
+    static int64_t code_stride(const Encoder& told) { return told.channels + (padded(told) ? width(told) + E::count : 0); }
+    static int64_t scratch_bytes(const Encoder& told) {
+        return told.tokens * code_stride(told) + (padded(told) ? told.tokens * row_bytes(told) : 0) +
+               (told.choice == Choice::half_quadratic ? 4 * 2 * W * told.length : 0) + 4 * 64;
+    }
+
+    BlockEncoder(const Encoder& told, const uint8_t* data, int64_t stride, const Encoded& out, uint8_t* scratch)
+        : told_(told), data_(data), stride_(stride), read_step_(told.length), padded_(padded(told)), out_(out),
+          code_stride_(code_stride(told)), top_((1 << told.bits) - 1), span_(splat<f32>(told.span)), sound_(~i32{}) {
+        for (int i = 0; i < 32; ++i) edges_[i] = told.edges[i < 15 ? i : 15];
+        auto take = [&](int64_t bytes) {
+            uint8_t* here = scratch;
+            scratch += (bytes + 63) / 64 * 64;
+            return here;
+        };
+        scratch = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64);
+        // Whole bytes go where they belong, unless vectors reach beyond the last of them.
+        const bool in_place = told.bits == 8 && !padded_;
+        codes_ = in_place ? out.codes : take(told.tokens * code_stride_);
+        uint8_t* rows = padded_ ? take(told.tokens * row_bytes(told)) : nullptr;
+        floats_ = told.choice == Choice::half_quadratic ? reinterpret_cast<float*>(take(4 * 2 * W * told.length)) : nullptr;
+        if (padded_) pad(rows);
+    }
+
+    Seen run() {
+        if (told_.per == Per::channel) {
+            int64_t n = 0;
+            for (int64_t first = 0; first < told_.tokens; first += told_.length, ++n) channel_groups(n, first);
+        } else {
+            const int64_t count = told_.tokens * told_.groups;
+            for (int64_t first = 0; first < count; first += W) token_groups(first, count - first < W ? int(count - first) : W);
+        }
+        pack();
+        return {all(sound_), told_.choice == Choice::fixed ? largest(largest_) : 0};
+    }
+
+private:
+    // -- where elements are ----------------------------------------------------------------------------------------
+
+    // Groups shorter than two vectors are first widened, by their own last element.
+    KVBITS_STAGE void pad(uint8_t* rows) {
+        const bool whole = told_.per == Per::channel;  // a row is then one group
+        const int64_t groups = whole ? 1 : told_.groups, length = whole ? told_.channels : told_.length;
+        const int64_t wide = whole ? int64_t(E::count) : width(told_), bytes = row_bytes(told_);
+        for (int64_t t = 0; t < told_.tokens; ++t)
+            for (int64_t g = 0; g < groups; ++g) {
+                const uint8_t* from = data_ + t * stride_ + g * length * E::size;
+                uint8_t* to = rows + t * bytes + g * wide * E::size;
+                const int64_t rest = told_.channels - g * length, here = rest < length ? rest : length;
+                std::memcpy(to, from, size_t(here * E::size));
+                for (int64_t i = here; i < wide; ++i) std::memcpy(to + i * E::size, from + (here - 1) * E::size, E::size);
+            }
+        data_ = rows;
+        stride_ = bytes;
+        read_step_ = wide;
+    }
+
+    int64_t length_of(int64_t group) const {
+        const int64_t rest = told_.channels - group * told_.length;
+        return rest < told_.length ? rest : told_.length;
+    }
+
+    // Call f(offset) for vectors that cover `length` elements; the last may overlap the one before.
+    template <class F> static void cover(int64_t length, F f) {
+        const int64_t last = length - E::count;
+        if (last == E::count) {  // what most groups are, without a loop
+            f(0);
+            return f(last);
+        }
+        for (int64_t i = 0; i < last; i += E::count) f(i);
+        f(last);
+    }
+
+    // -- parameters ------------------------------------------------------------------------------------------------
+
+    static f32 to_bf16(f32 x) {  // nearest, ties to even, as a float
+        u32 word = bits<u32>(x);
+        word += 0x7FFF + ((word >> 16) & 1);
+        return bits<f32>(word & 0xFFFF0000u);
+    }
+
+    static f32 up_to_bf16(f32 x) {  // x >= 0
+        const f32 nearest = to_bf16(x);
+        return nearest < x ? bits<f32>(bits<u32>(nearest) + 0x10000u) : nearest;
+    }
+
+    template <bool Easy> Group chosen(f32 low, f32 high) const {
+        const i32 constant = low == high;
+        f32 step, whole;
+        if constexpr (levels == Levels::e4m3) {
+            whole = maximum(high, -low) + 0.0f;
+            step = divide<Easy>(whole, span_);
+        } else {
+            whole = low;
+            step = maximum(divide<Easy>(high, span_) - divide<Easy>(low, span_), maximum(high, -low) * 0x1p-10f);
+        }
+        const f32 scale = (constant ? to_bf16(whole) : up_to_bf16(step)) + 0.0f;
+        const Divisor<I> divisor(scale == 0.0f ? splat<f32>(1.0f) : scale);
+        f32 zero{};
+        if constexpr (levels != Levels::e4m3)
+            zero = through_half<I>((constant ? splat<f32>(1.0f) : splat<f32>(told_.bottom)) - divide<Easy>(low, divisor));
+        return {scale, zero, divisor, Easy};
+    }
+
+    // From the keys of their extremes.
+    Group choose(i32 low_key, i32 high_key) {
+        const int32_t limit = E::key_of_limit(told_.limit);
+        sound_ &= (high_key <= limit) & (low_key >= -1 - limit);
+        const f32 low = E::value(low_key), high = E::value(high_key);
+        if (told_.choice == Choice::fixed) {
+            largest_ = maximum(largest_, maximum(high, -low));
+            const f32 scale = splat<f32>(told_.scale);
+            return {scale, f32{}, Divisor<I>(scale, scale, scale), false};
+        }
+        if constexpr (I::fused)
+            if (__builtin_expect(all(easy<I>(low) & easy<I>(high)), 1)) return chosen<true>(low, high);
+        return chosen<false>(low, high);
+    }
+
+    u32 scale_bits(const Group& group) const { return bits<u32>(group.scale) >> 16; }
+
+    u32 zero_bits(const Group& group) const {
+        uint16_t half[W];
+        I::store_f16(half, group.zero);
+        return __builtin_convertvector(load<typename I::u16>(half), u32);
+    }
+
+    // -- codes -----------------------------------------------------------------------------------------------------
+
+    static u32 search(f32 x, const float* edges) {  // how many edges are below x; what a table lacks is infinite
+        u32 i = x > edges[7] ? splat<u32>(8u) : u32{};
+        i = x > I::lookup(i, edges + 3) ? i + 4 : i;
+        i = x > I::lookup(i, edges + 1) ? i + 2 : i;
+        return x > I::lookup(i, edges) ? i + 1 : i;
+    }
+
+    template <bool Easy> static i32 code(f32 x, const Divisor<I>& divisor, f32 zero, const float* edges) {
+        if constexpr (levels == Levels::uniform) return I::round(divide<Easy>(x, divisor) + zero);
+        if constexpr (levels == Levels::table) return bits<i32>(search(divide<Easy>(x, divisor) + zero, edges));
+        const u32 word = bits<u32>(x);
+        const f32 y = minimum(divide<Easy>(bits<f32>(word & 0x7FFFFFFF), divisor), splat<f32>(448.0f));
+        const i32 place = bits<i32>(y);
+        const i32 normal = ((place + 0x7FFFF + (place >> 20 & 1)) >> 20) - 960;  // 8 * (127 - 7): the exponents' biases
+        const i32 small = I::round(y * 512.0f);
+        return (y < 0x1p-6f ? small : normal) | bits<i32>(word >> 24 & 0x80);
+    }
+
+    // -- groups of channels ----------------------------------------------------------------------------------------
+
+    template <class V, class F> static V across(V* v, F f) {  // fold each of W vectors; lane i is vector i's
+        for (int n = W / 2; n > 0; n /= 2)
+            for (int i = 0; i < n; ++i) v[i] = f(even_lanes(v[2 * i], v[2 * i + 1]), odd_lanes(v[2 * i], v[2 * i + 1]));
+        return v[0];
+    }
+
+    // Groups first .. first + count - 1, counted token by token.
+    void token_groups(int64_t first, int count) {
+        const uint8_t* at[W];
+        int64_t length[W];
+        i32 low[W], high[W];
+        const int64_t groups = told_.groups, step = told_.length, read_bytes = read_step_ * E::size;
+        const int64_t short_one = padded_ ? read_step_ : length_of(groups - 1), whole = padded_ ? read_step_ : step;
+        int64_t token = first / groups, group = first % groups;
+        const uint8_t* read = data_ + token * stride_ + group * read_bytes;
+        uint8_t* write_at = codes_ + token * code_stride_ + group * step;
+        uint8_t* code[W];
+        for (int j = 0; j < count; ++j) {
+            at[j] = read;
+            code[j] = write_at;
+            length[j] = group == groups - 1 ? short_one : whole;
+            typename E::Extremes seen;
+            cover(length[j], [&](int64_t i) { seen.meet(at[j] + i * E::size); });
+            i32 keys[2];
+            E::split(seen.low, keys);
+            low[j] = minimum(keys[0], keys[1]);
+            E::split(seen.high, keys);
+            high[j] = maximum(keys[0], keys[1]);
+            read += read_bytes;
+            write_at += step;
+            if (++group == groups) {
+                group = 0;
+                read += stride_ - groups * read_bytes;
+                write_at += code_stride_ - groups * step;
+            }
+        }
+        for (int j = count; j < W; ++j) {
+            low[j] = low[0];
+            high[j] = high[0];
+        }
+        Group made = choose(across(low, [](i32 a, i32 b) { return minimum(a, b); }),
+                            across(high, [](i32 a, i32 b) { return maximum(a, b); }));
+        if (told_.choice == Choice::half_quadratic) made.zero = solved(made, first, count, at, E::value(high[0]) == E::value(low[0]));
+        if (out_.scale) {
+            uint16_t halves[W];
+            store(halves, __builtin_convertvector(scale_bits(made), typename I::u16));
+            std::memcpy(out_.scale + first, halves, size_t(count) * 2);
+        }
+        if (out_.zero) {
+            uint16_t halves[W];
+            I::store_f16(halves, made.zero);
+            std::memcpy(out_.zero + first, halves, size_t(count) * 2);
+        }
+        if (made.easy) write<true>(made, count, at, length, code);
+        else write<false>(made, count, at, length, code);
+    }
+
+    template <bool Easy> void write(const Group& made, int count, const uint8_t* const* at, const int64_t* length, uint8_t* const* code_at) {
+        float whole[W], first[W], rest[W], zero[W];
+        store(whole, made.divisor.whole);
+        store(first, made.divisor.first);
+        store(rest, made.divisor.rest);
+        store(zero, made.zero);
+        float edges[32];  // no store to bytes can change these
+        std::memcpy(edges, edges_, sizeof edges);
+        for (int j = 0; j < count; ++j) {
+            const Divisor<I> divisor(splat<f32>(whole[j]), splat<f32>(first[j]), splat<f32>(rest[j]));
+            const f32 from = splat<f32>(zero[j]);
+            cover(length[j], [&](int64_t i) {
+                f32 x[2];
+                E::load(at[j] + i * E::size, x);
+                const i32 codes[2] = {code<Easy>(x[0], divisor, from, edges), code<Easy>(x[1], divisor, from, edges)};
+                E::store_codes(code_at[j] + i, codes, top_);
+            });
+        }
+    }
+
+    KVBITS_STAGE f32 solved(const Group& made, int64_t first, int count, const uint8_t* const* at, i32 constant) {
+        i32 lengths = splat<i32>(1);
+        std::memset(floats_, 0, size_t(4 * W * told_.length));
+        for (int j = 0; j < count; ++j) {
+            lengths[j] = int32_t(length_of((first + j) % told_.groups));
+            for (int i = 0; i < lengths[j]; ++i) floats_[i * W + j] = E::one(at[j] + i * E::size);
+        }
+        for (int64_t i = 0; i < told_.length; ++i) store(floats_ + i * W, load<f32>(floats_ + i * W) / made.divisor.whole);
+        return constant ? made.zero : half_quadratic_zero<I>(floats_, told_.length, lengths, made.zero, top_);
+    }
+
+    // -- groups of tokens ------------------------------------------------------------------------------------------
+
+    // Group n, of tokens first .. first + length - 1.
+    void channel_groups(int64_t n, int64_t first) {
+        const uint8_t* rows = data_ + first * stride_;
+        const int64_t width = padded_ ? int64_t(E::count) : told_.channels, last = width - E::count;
+        int64_t c = 0;
+        for (; c + 4 * E::count <= width; c += 4 * E::count) channels<4>(n, first, rows, c);
+        for (; c < width; c += E::count) channels<1>(n, first, rows, c < last ? c : last);
+    }
+
+    template <int Units> void channels(int64_t n, int64_t first, const uint8_t* rows, int64_t c) {
+        typename E::Extremes seen[Units];
+        for (int64_t t = 0; t < told_.length; ++t)
+            for (int u = 0; u < Units; ++u) seen[u].meet(rows + t * stride_ + (c + u * E::count) * E::size);
+        for (int u = 0; u < Units; ++u) {
+            const int64_t channel = c + u * E::count;
+            const uint8_t* at = rows + channel * E::size;
+            i32 low[2], high[2];
+            E::split(seen[u].low, low);
+            E::split(seen[u].high, high);
+            Group made[2] = {choose(low[0], high[0]), choose(low[1], high[1])};
+            if (told_.choice == Choice::half_quadratic) solve_channels(made, at, low, high);
+            const u32 scale[2] = {scale_bits(made[0]), scale_bits(made[1])}, zero[2] = {zero_bits(made[0]), zero_bits(made[1])};
+            uint16_t halves[2][E::count];
+            E::store_halves(halves[0], scale);
+            E::store_halves(halves[1], zero);
+            const size_t bytes = 2 * size_t(padded_ ? told_.channels : int64_t(E::count));
+            std::memcpy(out_.scale + n * told_.channels + channel, halves[0], bytes);
+            std::memcpy(out_.zero + n * told_.channels + channel, halves[1], bytes);
+            uint8_t* code_at = codes_ + first * code_stride_ + channel;
+            if (made[0].easy && made[1].easy) write_channels<true>(made, at, code_at);
+            else write_channels<false>(made, at, code_at);
+        }
+    }
+
+    template <bool Easy> void write_channels(const Group* made, const uint8_t* at, uint8_t* code_at) {
+        float edges[32];
+        std::memcpy(edges, edges_, sizeof edges);
+        const Divisor<I> a = made[0].divisor, b = made[1].divisor;
+        const f32 zero[2] = {made[0].zero, made[1].zero};
+        for (int64_t t = 0; t < told_.length; ++t) {
+            f32 x[2];
+            E::load(at + t * stride_, x);
+            const i32 codes[2] = {code<Easy>(x[0], a, zero[0], edges), code<Easy>(x[1], b, zero[1], edges)};
+            E::store_codes(code_at + t * code_stride_, codes, top_);
+        }
+    }
+
+    KVBITS_STAGE void solve_channels(Group* made, const uint8_t* at, const i32* low, const i32* high) {
+        for (int64_t t = 0; t < told_.length; ++t) {
+            f32 x[2];
+            E::load(at + t * stride_, x);
+            for (int v = 0; v < 2; ++v) store(floats_ + (v * told_.length + t) * W, x[v] / made[v].divisor.whole);
+        }
+        for (int v = 0; v < 2; ++v) {
+            const f32 solved = half_quadratic_zero<I>(floats_ + v * told_.length * W, told_.length, splat<i32>(int32_t(told_.length)),
+                                                      made[v].zero, top_);
+            made[v].zero = E::value(low[v]) == E::value(high[v]) ? made[v].zero : solved;
+        }
+    }
+
+    // -- packing ---------------------------------------------------------------------------------------------------
+
+    // One plane: bits `Low` .. `Low` + `Bits` - 1 of every code, in tokens * Bits / 8 rows. See numerics/bitpack.py.
+    // Codes are small, so shifts of whole words move no bit into the byte beside.
+    template <int Bits, int Low, class V> V slices(const uint8_t* from, int64_t next) const {
+        V byte{};
+        for (int s = 0; s < 8 / Bits; ++s) {
+            V code = load<V>(from + s * next);
+            if (told_.bits == 3) code = code >> Low & V(V{} + ((1 << Bits) - 1) * 0x01010101u);
+            byte |= code << (s * Bits);
+        }
+        return byte;
+    }
+
+    template <int Bits, int Low> uint8_t* plane(uint8_t* out) const {
+        constexpr int64_t width = 4 * W;
+        const int64_t rows = told_.tokens * Bits / 8, channels = told_.channels, next = rows * code_stride_;
+        for (int64_t r = 0; r < rows; ++r, out += channels) {
+            const uint8_t* from = codes_ + r * code_stride_;
+            if (channels < width) {
+                for (int64_t c = 0; c < channels; ++c) {
+                    int byte = 0;
+                    for (int s = 0; s < 8 / Bits; ++s) byte |= (from[s * next + c] >> Low & ((1 << Bits) - 1)) << (s * Bits);
+                    out[c] = uint8_t(byte);
+                }
+                continue;
+            }
+            for (int64_t c = 0; c < channels; c += width) {
+                const int64_t at = c < channels - width ? c : channels - width;
+                store(out + at, slices<Bits, Low, u32>(from + at, next));
+            }
+        }
+        return out;
+    }
+
+    KVBITS_STAGE void pack() const {
+        if (told_.bits == 8) {
+            for (int64_t t = 0; t < told_.tokens && codes_ != out_.codes; ++t)
+                std::memcpy(out_.codes + t * told_.channels, codes_ + t * code_stride_, size_t(told_.channels));
+        } else if (told_.bits == 4) {
+            plane<4, 0>(out_.codes);
+        } else {
+            uint8_t* rest = plane<2, 0>(out_.codes);
+            if (told_.bits == 3) plane<1, 2>(rest);
+        }
+    }
+};
+
+// f(a null pointer to the encoder of this type and these levels).
+template <class I, Type type, class F> inline auto with_levels(const Encoder& told, F f) {
+    switch (told.levels) {
+        case Levels::table: return f(static_cast<BlockEncoder<I, type, Levels::table>*>(nullptr));
+        case Levels::e4m3: return f(static_cast<BlockEncoder<I, type, Levels::e4m3>*>(nullptr));
+        default: return f(static_cast<BlockEncoder<I, type, Levels::uniform>*>(nullptr));
+    }
+}
+
+template <class I, class F> inline auto with_encoder(const Encoder& told, Type type, F f) {
+    switch (type) {
+        case Type::f32: return with_levels<I, Type::f32>(told, f);
+        case Type::f16: return with_levels<I, Type::f16>(told, f);
+        default: return with_levels<I, Type::bf16>(told, f);
+    }
+}
+
+template <class I>
+inline Seen encode_block(const Encoder& told, Type type, const uint8_t* data, int64_t stride, const Encoded& out, uint8_t* scratch) {
+    return with_encoder<I>(told, type, [&](auto* kind) {
+        return std::remove_pointer_t<decltype(kind)>(told, data, stride, out, scratch).run();
+    });
+}
+
+template <class I> inline int64_t encode_scratch(const Encoder& told, Type type) {
+    return with_encoder<I>(told, type, [&](auto* kind) { return std::remove_pointer_t<decltype(kind)>::scratch_bytes(told); });
+}
+
+}  // namespace
+}  // namespace kvbits

@@ -1,0 +1,183 @@
+// The encoders' part of the Python module: checks what it is given, and encodes block by block without the GIL.
+
+#include <atomic>
+#include <vector>
+
+#include "binding.hpp"
+#include "pool.hpp"
+
+namespace kvbits {
+namespace {
+
+const std::initializer_list<Type> element_types = {Type::f32, Type::bf16, Type::f16};
+
+// Blocks [..., tokens, channels] with any number of leading dimensions, of any strides but the last.
+struct Blocks {
+    uint8_t* data = nullptr;
+    Type type = Type::none;
+    int64_t count = 1, tokens = 0, channels = 0, stride = 0;  // of a token, in bytes
+    std::vector<int64_t> shape, strides;                      // leading
+
+    uint8_t* operator[](int64_t index) const {
+        int64_t offset = 0;
+        for (size_t i = shape.size(); i-- > 0; index /= shape[i]) offset += index % shape[i] * strides[i];
+        return data + offset;
+    }
+};
+
+Blocks blocks_of(nb::handle tensor, const char* what, std::initializer_list<Type> types) {
+    require(!tensor.is_none(), std::string(what) + " is missing");
+    Blocks blocks;
+    blocks.data = memory_of(tensor, what, types, blocks.type);
+    const nb::tuple shape = nb::cast<nb::tuple>(tensor.attr("shape"));
+    const nb::tuple stride = nb::cast<nb::tuple>(tensor.attr("stride")());
+    require(shape.size() >= 2, std::string(what) + " has " + std::to_string(shape.size()) + " dimensions; it must be [..., tokens, channels]");
+    const size_t leading = shape.size() - 2;
+    const int64_t size = size_of(blocks.type);
+    for (size_t i = 0; i < leading; ++i) {
+        blocks.shape.push_back(nb::cast<int64_t>(shape[i]));
+        blocks.strides.push_back(nb::cast<int64_t>(stride[i]) * size);
+        blocks.count *= blocks.shape.back();
+    }
+    blocks.tokens = nb::cast<int64_t>(shape[leading]);
+    blocks.channels = nb::cast<int64_t>(shape[leading + 1]);
+    blocks.stride = nb::cast<int64_t>(stride[leading]) * size;
+    const int64_t step = nb::cast<int64_t>(stride[leading + 1]);
+    require(step == 1 || blocks.channels == 1, std::string(what) + ": its last dimension has stride " + std::to_string(step) + " instead of 1");
+    return blocks;
+}
+
+// Memory for one part of every block of `x`: contiguous [..., rows, columns].
+uint8_t* part_of(nb::handle tensor, const char* what, Type type, const Blocks& x, int64_t rows, int64_t columns) {
+    const Blocks part = blocks_of(tensor, what, {type});
+    require(part.shape == x.shape && part.tokens == rows && part.channels == columns,
+            std::string(what) + " must be [..., " + std::to_string(rows) + ", " + std::to_string(columns) + "] with the leading dimensions of x");
+    int64_t expected = columns * size_of(type);
+    bool contiguous = rows == 1 || part.stride == expected;
+    expected *= rows;
+    for (size_t i = part.shape.size(); i-- > 0; expected *= part.shape[i]) contiguous = contiguous && (part.shape[i] == 1 || part.strides[i] == expected);
+    require(contiguous || part.count == 0, std::string(what) + " is not contiguous");
+    return part.data;
+}
+
+template <class Word> int64_t unsound_in(const uint8_t* row, int64_t count, Word limit) {  // NaN is above infinity, as an integer
+    constexpr auto magnitude = Word(Word(~Word(0)) >> 1);
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        Word word;
+        std::memcpy(&word, row + i * int64_t(sizeof word), sizeof word);
+        found += Word(word & magnitude) > limit;
+    }
+    return found;
+}
+
+// Elements that are NaN or greater than the limit in magnitude.
+int64_t unsound(const Blocks& x, float limit, int threads) {
+    std::atomic<int64_t> found{0};
+    uint32_t word;
+    std::memcpy(&word, &limit, sizeof word);
+    // The limit is an element's own, so its bits are exact in any of the types.
+    const int exponent = int(word >> 23) - 112;
+    const uint16_t half = uint16_t(x.type == Type::bf16 ? word >> 16 : uint32_t(exponent) << 10 | (word >> 13 & 0x3FF));
+    parallel(x.count, threads, [&](int64_t index) {
+        int64_t here = 0;
+        for (int64_t t = 0; t < x.tokens; ++t) {
+            const uint8_t* row = x[index] + t * x.stride;
+            here += x.type == Type::f32 ? unsound_in<uint32_t>(row, x.channels, word) : unsound_in<uint16_t>(row, x.channels, half);
+        }
+        found += here;
+    });
+    return found;
+}
+
+void require_limit(float limit, Type type) {
+    require(limit >= 1 && limit <= (type == Type::f16 ? 65504.0f : 3.4028235e38f), "the limit is not an element's");
+}
+
+int64_t count_unsound(int threads, nb::handle tensor, float limit) {
+    const Blocks x = blocks_of(tensor, "x", element_types);
+    require_limit(limit, x.type);
+    const nb::gil_scoped_release released;
+    return unsound(x, limit, threads);
+}
+
+// Encode every block of x. Returns how many elements are unsound (then the parts are worthless), and, where the scale is
+// fixed, the largest magnitude.
+nb::tuple encode(int isa, int threads, nb::handle tensor, int choice, int levels, int per, int bits, int64_t length, nb::handle codes,
+                 nb::handle scale, nb::handle zero, const std::vector<float>& edges, float fixed, float limit) {
+    const Blocks x = blocks_of(tensor, "x", element_types);
+    require(x.tokens > 0 && x.channels > 0 && x.tokens < (1 << 30) && x.channels < (1 << 20), "an empty or enormous block");
+    require(x.tokens % 8 == 0, "a block must be a multiple of 8 tokens");
+    require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "codes have 2, 3, 4 or 8 bits");
+    require_limit(limit, x.type);
+    Encoder told;
+    told.choice = Choice(choice);
+    told.levels = Levels(levels);
+    told.per = Per(per);
+    told.bits = bits;
+    told.tokens = x.tokens;
+    told.channels = x.channels;
+    told.length = length;
+    told.limit = limit;
+    const bool range = told.choice == Choice::range, quadratic = told.choice == Choice::half_quadratic;
+    require(range || quadratic || told.choice == Choice::magnitude || told.choice == Choice::fixed, "an unknown choice of scales");
+    const bool fits = told.levels == Levels::uniform ? range || quadratic
+                      : told.levels == Levels::table ? range && bits <= 4
+                                                     : told.levels == Levels::e4m3 && bits == 8 && !range && !quadratic;
+    require(fits, "levels do not fit the bits or the choice of scales");
+    require(told.per == Per::token || (told.per == Per::channel && (range || quadratic)), "groups run along tokens or channels");
+    const int64_t along = told.per == Per::token ? x.channels : x.tokens;
+    require(length > 0 && length <= along, "groups are longer than the block, or empty");
+    require(told.per == Per::token || along % length == 0, "groups of tokens must divide the block");
+    told.groups = (along + length - 1) / length;
+    told.bottom = told.levels == Levels::table ? -1.0f : 0.0f;
+    told.span = told.levels == Levels::table ? 2.0f : told.levels == Levels::e4m3 ? 448.0f : float((1 << bits) - 1);
+    for (float& edge : told.edges) edge = __builtin_inff();
+    if (told.levels == Levels::table) {
+        require(edges.size() + 1 == size_t(1) << bits, "a table has one edge less than levels");
+        for (size_t i = 0; i < edges.size(); ++i) told.edges[i] = edges[i];
+    }
+    if (told.choice == Choice::fixed) {
+        require(fixed == fixed && fixed != 0, "the scale is 0 or NaN");
+        told.scale = fixed;
+    }
+    const int64_t rows = x.tokens * bits / 8, across = told.per == Per::token ? x.tokens : told.groups;
+    const int64_t columns = told.per == Per::token ? told.groups : x.channels;
+    Encoded all;
+    all.codes = part_of(codes, "codes", Type::u8, x, rows, x.channels);
+    const bool scales = told.choice != Choice::fixed, zeros = range || quadratic;
+    require(scales != scale.is_none() && zeros != zero.is_none(), "scale or zero is missing, or given where there is none");
+    if (scales) all.scale = reinterpret_cast<uint16_t*>(part_of(scale, "scale", Type::bf16, x, across, columns));
+    if (zeros) all.zero = reinterpret_cast<uint16_t*>(part_of(zero, "zero", Type::f16, x, across, columns));
+    const Kernels& kernels = kernels_at(isa);
+    threads = threads < 1 ? 1 : threads;
+    int64_t bad = 0;
+    float largest = 0;
+    {
+        const nb::gil_scoped_release released;
+        const int64_t bytes = kernels.encode_scratch_bytes(told, x.type);
+        std::vector<Seen> seen(size_t(x.count));
+        parallel(x.count, threads, [&](int64_t index) {
+            const Encoded here = {all.codes + index * rows * x.channels, scales ? all.scale + index * across * columns : nullptr,
+                                  zeros ? all.zero + index * across * columns : nullptr};
+            seen[size_t(index)] = kernels.encode(told, x.type, x[index], x.stride, here, scratch_of_thread(bytes));
+        });
+        bool sound = true;
+        for (const Seen& block : seen) {
+            sound = sound && block.sound;
+            largest = block.largest > largest ? block.largest : largest;
+        }
+        if (!sound) bad = unsound(x, limit, threads);
+    }
+    return nb::make_tuple(bad, largest);
+}
+
+}  // namespace
+
+void bind_encode(nb::module_& m) {
+    m.def("encode", &encode, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+          nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
+    m.def("count_unsound", &count_unsound, nb::arg(), nb::arg().none(), nb::arg());
+}
+
+}  // namespace kvbits

@@ -1,0 +1,42 @@
+// What an encoder is told: plain numbers, checked by the binding (encode_module.cpp).
+#pragma once
+
+#include "format.hpp"
+
+namespace kvbits {
+
+// How scale and zero of a group come about. A method is not a format: `range` and `half_quadratic` write the same.
+enum class Choice : int {
+    range,           // smallest and largest element meet the lowest and the highest level
+    half_quadratic,  // the same scale, and the zero that HQQ finds
+    magnitude,       // the largest magnitude meets the largest level; no zero
+    fixed,           // one scale, given
+};
+
+struct Encoder {
+    Choice choice = Choice::range;
+    Levels levels = Levels::uniform;
+    Per per = Per::token;
+    int bits = 0;
+    int64_t tokens = 0, channels = 0;
+    int64_t length = 0, groups = 0;  // as in Side
+    float bottom = 0, span = 1;      // the lowest level, and how far above it the highest is
+    float edges[16] = {};            // between neighbouring levels of a table, ascending; +inf beyond the last
+    float scale = 1;                 // where it is fixed
+    float limit = 0;                 // largest magnitude that is sound; an element's own type holds it
+};
+
+// Where the parts of one block go: bytes, bfloat16 and float16, contiguous.
+struct Encoded {
+    uint8_t* codes = nullptr;
+    uint16_t *scale = nullptr, *zero = nullptr;
+};
+
+// What was seen on the way: NaN, infinity or more than the limit (then the block is worthless), and, where the scale is
+// fixed, the largest magnitude.
+struct Seen {
+    bool sound = true;
+    float largest = 0;
+};
+
+}  // namespace kvbits

@@ -1,0 +1,80 @@
+// The body of every file in isa/: the templates for its `Isa`, behind one table of functions.
+
+#include "attend.hpp"
+#include "decode.hpp"
+#include "encode.hpp"
+#include "kernels.hpp"
+
+namespace kvbits {
+namespace {
+
+void attend(const Job& job, const Span& span, Partial* partials, uint8_t* scratch) {
+    Piece<Isa> piece(job, scratch);
+    if (!span.packed) {
+        for (int h = span.head; h < span.last_head; ++h) {
+            partials[h - span.head].clear();
+            piece.begin(span.batch, h, false);
+            piece.meet_exact(partials[h - span.head], span.first, span.last);
+        }
+        return;
+    }
+    for (int h = span.head; h < span.last_head; ++h) partials[h - span.head].clear();
+    if (span.last_head - span.head == 1) {
+        piece.begin(span.batch, span.head, true);
+        for (int n = span.first; n < span.last; ++n) piece.meet_block(partials[0], n);
+        return;
+    }
+    for (int n = span.first; n < span.last; ++n)  // heads inside: they share the angles
+        for (int h = span.head; h < span.last_head; ++h) {
+            piece.begin(span.batch, h, true);
+            piece.meet_block(partials[h - span.head], n);
+        }
+}
+
+int value_width(const Job& job) { return padded(job.record.value.channels); }
+
+void merge(const Job& job, int batch, int head, Partial* partials, int count, int packed, uint8_t* scratch) {
+    using f32 = Isa::f32;
+    const int channels = job.record.value.channels, width = value_width(job);
+    float* sums[2] = {reinterpret_cast<float*>(scratch), reinterpret_cast<float*>(scratch) + width};
+    for (int r = 0; r < job.rows(); ++r) {
+        const int q_head = head * job.group + r / job.queries;
+        float top = job.sink_logits ? job.sink_logits[q_head] : -__builtin_inff();
+        for (int p = 0; p < count; ++p) top = partials[p].top(r) > top ? partials[p].top(r) : top;
+        float weight = job.sink_logits ? __builtin_expf(job.sink_logits[q_head] - top) : 0, packed_weight = 0;
+        for (int c = 0; c < width; ++c) sums[0][c] = sums[1][c] = 0;
+        if (top == -__builtin_inff()) weight = 0;
+        for (int p = 0; p < count; ++p) {
+            // Its weight is zero where it saw nothing, and NaN must not vanish.
+            if (partials[p].top(r) == -__builtin_inff() && partials[p].weight(r) == 0) continue;
+            const float factor = __builtin_expf(partials[p].top(r) - top), here = factor * partials[p].weight(r);
+            weight += here;
+            if (p < packed) packed_weight += here;
+            float* sum = sums[p < packed && job.value_rotation ? 1 : 0];
+            const float* total = partials[p].total(r);
+            for (int c = 0; c < width; c += Isa::W)
+                store(sum + c, Isa::fma(load<f32>(total + c), splat<f32>(factor), load<f32>(sum + c)));
+        }
+        float* out = sums[0];
+        if (job.value_rotation)  // packed = value @ rotation, so value = packed @ rotation^T
+            for (int c = 0; c < channels; ++c) {
+                float dot = 0;
+                for (int i = 0; i < channels; ++i) dot += sums[1][i] * job.value_rotation[int64_t(c) * channels + i];
+                out[c] += dot;
+            }
+        if (job.value_mean)
+            for (int c = 0; c < channels; ++c) out[c] += packed_weight * job.value_mean[int64_t(head) * channels + c];
+        const float inverse = weight == 0 ? 0.0f : 1.0f / weight;
+        for (int c = 0; c < channels; ++c) out[c] *= inverse;
+        from_float<Isa>(job.output.type, out, channels, job.output.at(batch, q_head, r % job.queries));
+    }
+}
+
+}  // namespace
+
+extern const Kernels KVBITS_EXPORT = {
+    Isa::name, Isa::supported, Scratch::bytes, value_width, attend, merge, decode_block<Isa>, decode_scratch<Isa>,
+    encode_block<Isa>, encode_scratch<Isa>,
+};
+
+}  // namespace kvbits

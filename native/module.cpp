@@ -1,0 +1,272 @@
+// The Python module: checks what it is given, cuts the work into spans, and runs them without the GIL.
+
+#include "binding.hpp"
+
+namespace kvbits {
+namespace {
+
+const std::initializer_list<Type> element_types = {Type::f32, Type::bf16, Type::f16};
+
+// -- layouts -----------------------------------------------------------------------------------------------------
+
+template <class T> T field(const nb::dict& from, const char* name) {
+    if (!from.contains(name)) throw nb::value_error((std::string("the layout lacks ") + name).c_str());
+    return nb::cast<T>(from[name]);
+}
+
+int64_t part(int64_t offset, int64_t bytes, int64_t record, const char* what) {
+    require(offset >= 0 && offset % 2 == 0 && bytes >= 0 && offset + bytes <= record,
+            std::string(what) + " does not lie inside the record");
+    return offset;
+}
+
+Side side_of(const nb::dict& from, int tokens, int64_t record) {
+    Side side;
+    side.bits = field<int>(from, "bits");
+    side.levels = Levels(field<int>(from, "levels"));
+    side.per = Per(field<int>(from, "per"));
+    side.type = Type(field<int>(from, "type"));
+    side.channels = field<int>(from, "channels");
+    side.length = field<int>(from, "length");
+    side.groups = field<int>(from, "groups");
+    side.zero = field<bool>(from, "zero");
+    side.fixed = field<bool>(from, "fixed");
+    side.outliers = field<int>(from, "outliers");
+    require(side.channels > 0 && side.channels % 8 == 0 && side.channels <= 512, "channels must be a multiple of 8 up to 512");
+    int64_t code_bytes;
+    if (side.levels == Levels::exact) {
+        require(side.type == Type::f32 || side.type == Type::bf16 || side.type == Type::f16, "exact elements of an unknown type");
+        code_bytes = int64_t(tokens) * side.channels * size_of(side.type);
+    } else {
+        require(side.bits == 2 || side.bits == 3 || side.bits == 4 || side.bits == 8, "codes have 2, 3, 4 or 8 bits");
+        require((side.levels == Levels::uniform) || (side.levels == Levels::table && side.bits <= 4) ||
+                    (side.levels == Levels::e4m3 && side.bits == 8), "levels do not fit the bits");
+        code_bytes = int64_t(tokens) * side.channels * side.bits / 8;
+        require(side.length > 0 && side.groups > 0, "groups are missing");
+        const int across = side.per == Per::token ? side.channels : tokens;
+        require(int64_t(side.length) * side.groups >= across && int64_t(side.length) * (side.groups - 1) < across, "groups do not cover the block");
+        if (side.per != Per::token && !side.fixed)
+            require(side.length % 16 == 0 && tokens % side.length == 0, "groups of tokens must be multiples of 16 that divide the block");
+        require(side.per != Per::element && (side.per != Per::layer || side.fixed), "unknown direction of groups");
+        if (!side.fixed) {
+            const int64_t count = int64_t(side.groups) * (side.per == Per::token ? tokens : side.channels);
+            side.scale = part(field<int64_t>(from, "scale"), 2 * count, record, "scale");
+            if (side.zero) side.zeros = part(field<int64_t>(from, "zeros"), 2 * count, record, "zero");
+        }
+        const auto table = field<std::vector<float>>(from, "table");
+        require(side.levels != Levels::table || int(table.size()) == side.levels_count(), "the table has the wrong length");
+        for (int i = 0; i < side.levels_count(); ++i) side.table[i] = side.levels == Levels::table ? table[size_t(i)] : float(i);
+    }
+    side.codes = part(field<int64_t>(from, "codes"), code_bytes, record, "codes");
+    require(side.outliers >= 0, "a negative number of outliers");
+    if (side.outliers) {
+        require(int64_t(tokens) * side.channels <= 65536, "outliers index at most 65536 elements");
+        require(side.levels != Levels::exact, "exact elements have no outliers");
+        side.outlier_index = part(field<int64_t>(from, "outlier_index"), 2 * side.outliers, record, "outlier_index");
+        side.outlier_value = part(field<int64_t>(from, "outlier_value"), 2 * side.outliers, record, "outlier_value");
+    }
+    return side;
+}
+
+Record record_of(int tokens, int64_t bytes, const nb::dict& key, const nb::dict& value) {
+    require(tokens > 0 && tokens % 8 == 0 && tokens <= 4096, "a block must be a multiple of 8 tokens up to 4096");
+    require(bytes > 0 && bytes % 64 == 0, "a record must be a multiple of 64 bytes");
+    Record record;
+    record.tokens = tokens;
+    record.bytes = bytes;
+    record.key = side_of(key, tokens, bytes);
+    record.value = side_of(value, tokens, bytes);
+    return record;
+}
+
+// -- attention ---------------------------------------------------------------------------------------------------
+
+std::vector<int> counts_of(nb::handle counts, int batch, int64_t most, const char* what) {
+    auto all = nb::cast<std::vector<int>>(counts);
+    require(int(all.size()) == batch, std::string(what) + " must have one number for each row");
+    for (const int count : all) require(count >= 0 && count <= most, std::string(what) + " is out of range");
+    return all;
+}
+
+void attend_tensors(const Record& record, int isa, int threads, nb::handle output, nb::handle query, nb::handle packed_query, nb::handle pool,
+            nb::handle table, nb::handle counts, int first_token, nb::handle keys, nb::handle values, nb::handle held, int sinks,
+            int dropped, nb::handle statics, nb::handle transforms, nb::handle mask, nb::handle column_of, int64_t offset,
+            int64_t first_query_column, int64_t window, bool packed_visible, bool exact_visible, float scaling, float softcap,
+            nb::handle sink_logits) {
+    Job job;
+    job.record = record;
+    const Side &k = record.key, &v = record.value;
+    job.keys = array_of(keys, "keys", 4, element_types);
+    job.values = array_of(values, "values", 4, element_types);
+    job.query = array_of(query, "query", 4, element_types);
+    job.packed_query = array_of(packed_query, "packed_query", 4, element_types, true);
+    job.output = array_of(output, "output", 4, element_types);
+    const int64_t batch = job.keys.shape[0], heads = job.keys.shape[1], q_heads = job.query.shape[1], queries = job.query.shape[2];
+    require(batch > 0 && heads > 0 && queries > 0 && batch * heads < (1 << 24) && queries < (1 << 20), "an empty or enormous call");
+    require(job.keys.shape[3] == k.channels && job.values.shape[3] == v.channels, "keys or values do not have the layout's channels");
+    require(job.values.shape[0] == batch && job.values.shape[1] == heads && job.values.shape[2] == job.keys.shape[2],
+            "keys and values differ in rows, heads or tokens");
+    require(job.query.shape[0] == batch && job.query.shape[3] == k.channels && q_heads % heads == 0 && q_heads > 0, "query does not fit the keys");
+    require(job.output.shape[0] == batch && job.output.shape[1] == q_heads && job.output.shape[2] == queries && job.output.shape[3] == v.channels,
+            "output does not fit query and values");
+    if (job.packed_query.data)
+        for (int i = 0; i < 4; ++i) require(job.packed_query.shape[i] == job.query.shape[i], "packed_query does not fit query");
+    job.batch = int(batch);
+    job.heads = int(heads);
+    job.group = int(q_heads / heads);
+    job.queries = int(queries);
+
+    const Array blocks = array_of(pool, "pool", 3, {Type::u8}), rows = array_of(table, "table", 2, {Type::i64});
+    require(blocks.shape[0] == 0 || (blocks.shape[1] == heads && blocks.shape[2] == record.bytes && blocks.stride[1] == record.bytes &&
+                                     blocks.stride[0] == record.bytes * heads), "pool does not fit the layout");
+    require(reinterpret_cast<uintptr_t>(blocks.data) % 2 == 0, "pool is not aligned");
+    require(rows.shape[0] == batch, "table must have one row for each row of the batch");
+    job.pool = blocks.data;
+    job.table = reinterpret_cast<const int64_t*>(rows.data);
+    job.table_stride = rows.stride[0] / 8;
+    job.counts = counts_of(counts, job.batch, rows.shape[1], "counts");
+    job.held = counts_of(held, job.batch, job.keys.shape[2], "held");
+    int most = 0;
+    for (int b = 0; b < job.batch; ++b) {
+        most = job.counts[size_t(b)] > most ? job.counts[size_t(b)] : most;
+        for (int n = 0; n < job.counts[size_t(b)]; ++n) {
+            const int64_t block = job.table[b * job.table_stride + n];
+            require(block >= 0 && block < blocks.shape[0], "table names a block that the pool does not have");
+        }
+    }
+    require(first_token >= 0 && sinks >= 0 && dropped >= 0, "negative token numbers");
+    job.first_token = first_token;
+    job.sinks = sinks;
+    job.dropped = dropped;
+
+    const auto fixed = nb::cast<nb::tuple>(statics);
+    require(fixed.size() == 4, "statics are key scale, key zero, value scale, value zero");
+    const auto parameter = [&](size_t i, const Side& side, const char* what, bool wanted) -> const float* {
+        const float* found = !wanted ? nullptr
+                             : side.per == Per::layer ? floats_of(fixed[i], what, {1})
+                                                      : floats_of(fixed[i], what, {heads, side.channels});
+        require(!wanted || found, std::string(what) + " is missing");
+        return found;
+    };
+    job.key_scale = parameter(0, k, "key scale", k.fixed);
+    job.key_zero = parameter(1, k, "key zero", k.fixed && k.zero);
+    job.value_scale = parameter(2, v, "value scale", v.fixed);
+    job.value_zero = parameter(3, v, "value zero", v.fixed && v.zero);
+
+    if (!transforms.is_none()) {
+        const auto all = nb::cast<nb::tuple>(transforms);
+        require(all.size() == 6, "transforms are key mean, value mean, value rotation, cos, sin, interleaved");
+        job.key_mean = floats_of(all[0], "key mean", {heads, k.channels});
+        job.value_mean = floats_of(all[1], "value mean", {heads, v.channels});
+        job.value_rotation = floats_of(all[2], "value rotation", {v.channels, v.channels});
+        const Array cos = array_of(all[3], "cos", 3, {Type::f32}, true), sin = array_of(all[4], "sin", 3, {Type::f32}, true);
+        require(bool(cos.data) == bool(sin.data), "cos without sin");
+        if (cos.data) {
+            for (int i = 0; i < 3; ++i) require(cos.shape[i] == sin.shape[i] && cos.stride[i] == sin.stride[i], "cos and sin differ");
+            require((cos.shape[0] == 1 || cos.shape[0] == batch) && 2 * cos.shape[2] <= k.channels && cos.shape[2] > 0, "cos does not fit the keys");
+            require(cos.shape[1] >= int64_t(first_token) + int64_t(most) * record.tokens, "cos has too few rows for the packed tokens");
+            require(!job.packed_query.data, "rotated keys cannot be stored before the rotary embedding");
+            job.cos = reinterpret_cast<const float*>(cos.data);
+            job.sin = reinterpret_cast<const float*>(sin.data);
+            job.angle_batch = cos.shape[0] == 1 ? 0 : cos.stride[0] / 4;
+            job.angle_row = cos.stride[1] / 4;
+            job.pairs = int(cos.shape[2]);
+            job.interleaved = nb::cast<bool>(all[5]);
+        }
+    }
+
+    job.mask = array_of(mask, "mask", 4, {Type::boolean, Type::f32, Type::bf16, Type::f16}, true);
+    if (job.mask.data) {
+        require((job.mask.shape[0] == 1 || job.mask.shape[0] == batch) && (job.mask.shape[1] == 1 || job.mask.shape[1] == q_heads) &&
+                    job.mask.shape[2] == queries, "mask does not fit the query");
+        job.mask_batch = int(job.mask.shape[0]);
+        job.mask_heads = int(job.mask.shape[1]);
+        job.mask_columns = job.mask.shape[3];
+        if (job.mask.shape[3] == 1) job.mask.stride[3] = size_of(job.mask.type);
+    }
+    const Array columns = array_of(column_of, "column_of", 2, {Type::i64}, true);
+    if (columns.data) {
+        require(columns.shape[0] == batch && columns.stride[0] == 8 * columns.shape[1], "column_of must be contiguous, one row for each row of the batch");
+        job.column_of = reinterpret_cast<const int64_t*>(columns.data);
+        job.columns_known = columns.shape[1];
+    }
+    job.offset = offset;
+    job.first_query_column = first_query_column;
+    job.window = window;
+    job.packed_visible = packed_visible && !job.mask.data;
+    job.exact_visible = exact_visible && !job.mask.data;
+    job.scaling = scaling;
+    require(softcap >= 0, "a negative softcap");
+    job.softcap = softcap;
+    job.sink_logits = floats_of(sink_logits, "sink_logits", {q_heads});
+    const Kernels& kernels = kernels_at(isa);
+    const nb::gil_scoped_release released;
+    attend(job, kernels, threads < 1 ? 1 : threads);
+}
+
+// Decode blocks first .. last - 1 of each row of one side into out [B, H, (last - first) * tokens, D].
+void decode_tensors(const Record& record, bool value_side, int isa, int threads, nb::handle output, nb::handle pool, nb::handle table, int first,
+            nb::handle scale, nb::handle zero) {
+    const Side& side = value_side ? record.value : record.key;
+    const Array out = array_of(output, "output", 4, element_types), blocks = array_of(pool, "pool", 3, {Type::u8});
+    const Array rows = array_of(table, "table", 2, {Type::i64});
+    const int64_t batch = out.shape[0], heads = out.shape[1], count = out.shape[2] / record.tokens;
+    require(out.shape[2] % record.tokens == 0 && out.shape[3] == side.channels, "output does not fit the layout");
+    require(blocks.shape[1] == heads && blocks.shape[2] == record.bytes && (blocks.shape[0] == 0 || (blocks.stride[1] == record.bytes &&
+            blocks.stride[0] == record.bytes * heads)), "pool does not fit the layout");
+    require(rows.shape[0] == batch && first >= 0 && first + count <= rows.shape[1], "table does not have these blocks");
+    const auto* at = reinterpret_cast<const int64_t*>(rows.data);
+    for (int64_t b = 0; b < batch; ++b)
+        for (int64_t n = first; n < first + count; ++n) {
+            const int64_t block = at[b * rows.stride[0] / 8 + n];
+            require(block >= 0 && block < blocks.shape[0], "table names a block that the pool does not have");
+        }
+    const bool layer = side.per == Per::layer;
+    const float *scales = nullptr, *zeros = nullptr;
+    if (side.fixed) {
+        scales = layer ? floats_of(scale, "scale", {1}) : floats_of(scale, "scale", {heads, side.channels});
+        require(scales, "scale is missing");
+        if (side.zero) zeros = floats_of(zero, "zero", {heads, side.channels});
+        require(!side.zero || zeros, "zero is missing");
+    }
+    const Kernels& kernels = kernels_at(isa);
+    const nb::gil_scoped_release released;
+    parallel(batch * heads * count, threads, [&](int64_t index) {
+        const int64_t n = index / (batch * heads), b = index / heads % batch, h = index % heads;
+        const uint8_t* block = blocks.data + (at[b * rows.stride[0] / 8 + first + n] * heads + h) * record.bytes;
+        const int64_t move = layer ? 0 : h * side.channels;
+        kernels.decode(side, record.tokens, block, scales ? scales + move : nullptr, zeros ? zeros + move : nullptr, out.type,
+                       out.at(b, h, n * record.tokens), out.stride[2],
+                       scratch_of_thread(kernels.decode_scratch_bytes(side, record.tokens)));
+    });
+}
+
+}  // namespace
+}  // namespace kvbits
+
+NB_MODULE(_native, m) {
+    using namespace kvbits;
+    m.doc() = "Kernels of kvbits for the CPU. Private: use kvbits.attend and kvbits.encode.";
+    nb::class_<Record>(m, "Layout", "What a block looks like to the kernels.")
+        .def("__init__", [](Record* self, int tokens, int64_t bytes, const nb::dict& key, const nb::dict& value) {
+            new (self) Record(record_of(tokens, bytes, key, value));
+        }, nb::arg("tokens"), nb::arg("bytes"), nb::arg("key"), nb::arg("value"));
+    m.def("attend", &attend_tensors, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+    m.def("decode", &decode_tensors, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
+    bind_encode(m);
+    m.def("names", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : all_kernels()) names.emplace_back(kernels->name);
+        return names;
+    }, "Instruction sets that this build has and this processor can run, best first.");
+    m.def("pool", [] { return std::string(pool_name()); });
+    m.def("set_dtypes", [](nb::list all) {
+        require(all.size() <= 16, "too many dtypes");
+        for (size_t i = 0; i < all.size(); ++i) {
+            Py_INCREF(all[i].ptr());  // dtypes live as long as the process
+            dtypes[i] = all[i].ptr();
+        }
+    });
+}

@@ -1,0 +1,45 @@
+"""Floor 2: the compiled module ``kvbits._native``, for the attention kernels and the encoders alike.
+
+It is told of formats in numbers: places in the tuples here, which are the enums of ``native/format.hpp``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from types import ModuleType
+
+import torch
+
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool, torch.uint16)
+LEVELS = ("uniform", "table", "e4m3", "exact")
+PER = ("token", "channel", "layer", "element")
+
+
+@functools.cache
+def library() -> tuple[ModuleType | None, int, str]:
+    """The compiled module, the instruction set in use, and why there is none.
+
+    ``KVBITS_ISA`` names another instruction set than the best, for debugging only.
+
+    Raises:
+        ValueError: if it names one that this build or this processor does not have.
+    """
+    try:
+        module = importlib.import_module("kvbits._native")
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        return None, 0, "it was not built: no C++ compiler when kvbits was installed" if missing else str(error)
+    module.set_dtypes(list(DTYPES))
+    names: list[str] = module.names()
+    wanted = os.environ.get("KVBITS_ISA", names[0])
+    if wanted not in names:
+        raise ValueError(f"KVBITS_ISA={wanted!r} is not available here; allowed are {', '.join(names)}")
+    return module, names.index(wanted), wanted
+
+
+def instruction_set() -> str | None:
+    """The instruction set that the kernel uses here, such as ``avx512``; None where it is not built."""
+    module, _, name = library()
+    return name if module else None

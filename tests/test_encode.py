@@ -1,0 +1,395 @@
+"""Floor 3: the native encoders give the bits of ``codec.encode``, and refuse what the reference refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from kvbits.codecs import CODECS, Codec, Fp8Static
+from kvbits.codecs.affine import Affine
+from kvbits.codecs.grouped import GROUPS, Grouped
+from kvbits.codecs.half_quadratic import P_NORM, HalfQuadratic
+from kvbits.encode import KERNELS, LARGEST, Unsound, choose, encode, explain, native, reference
+from kvbits.library import library
+from kvbits.numerics import bitpack
+from kvbits.scheme import parse_codec
+from kvbits.types import Packed, Params
+
+MODULE, _, REASON = library()
+needs_native = pytest.mark.skipif(MODULE is None, reason=f"no native kernels: {REASON}")
+NAMES: list[str] = MODULE.names() if MODULE is not None else []
+each_set = pytest.mark.parametrize(
+    "isa", [pytest.param(i, id=name) for i, name in enumerate(NAMES)] or [pytest.param(0, marks=needs_native)]
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+EXAMPLES = sorted({example for kind in CODECS for example in kind.examples})
+EQUAL = [name for name in EXAMPLES if not name.startswith("hqq")]
+HQQ = [name for name in EXAMPLES if name.startswith("hqq")]
+GROUPED = [
+    str(kind(bits, per, group))
+    for kind in CODECS
+    if issubclass(kind, Grouped) and kind is not HalfQuadratic
+    for bits, per, group in product(kind.allowed_bits, ("token", "channel"), GROUPS)
+]
+CHANNELS = (1, 8, 12, 20, 31, 33, 64, 65, 80, 96, 112, 128, 130, 256)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Channels of different size, and away from zero, as keys have them."""
+    generator = seeded(seed)
+    channels = shape[-1]
+    spread, middle = torch.rand(channels, generator=generator) * 3, torch.randn(channels, generator=generator)
+    return (torch.randn(*shape, generator=generator) * spread + middle).to(dtype)
+
+
+def any_bits(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern that can be packed: from subnormal to 1e38, both zeros, both signs."""
+    word = torch.int32 if dtype == torch.float32 else torch.int16
+    limit = torch.iinfo(word)
+    x = torch.randint(limit.min, limit.max + 1, shape, generator=seeded(seed), dtype=torch.int64).to(word).view(dtype)
+    return torch.where(x.abs() <= min(LARGEST, torch.finfo(dtype).max), x, torch.zeros_like(x))
+
+
+def hard(dtype: torch.dtype) -> torch.Tensor:
+    """Blocks ``[12, 128, 64]`` of what arithmetic stumbles over."""
+    normal_ones = torch.randn(128, 64, generator=seeded(5))
+    coin = torch.rand(128, 64, generator=seeded(6)) < 0.5
+    tiny, large = (1e-6, 3e4) if dtype == torch.float16 else (1e-38, 9e37)
+    blocks = [
+        torch.zeros(128, 64),
+        -torch.zeros(128, 64),
+        torch.where(coin, 0.0, -0.0),
+        torch.full((128, 64), 0.1),
+        torch.full((128, 64), -3.0),
+        torch.where(coin, tiny, tiny * 1.5),
+        normal_ones * tiny,  # subnormal in part
+        normal_ones.sign() * large,
+        normal_ones.clamp(-3, 3) / 3 * large,
+        1000 + normal_ones / 1000,  # one-signed, and narrow beside its size
+        torch.where(coin & (normal_ones > 2.2), large, normal_ones),
+        torch.where(coin, 0.0, normal_ones.abs()),
+    ]
+    return torch.stack(blocks).to(dtype)
+
+
+def assert_same_bits(got: Packed, wanted: Packed) -> None:
+    assert got.keys() == wanted.keys()
+    for name, part in wanted.items():
+        assert got[name].dtype == part.dtype and got[name].shape == part.shape, name
+        assert torch.equal(got[name].contiguous().view(torch.uint8), part.contiguous().view(torch.uint8)), name
+
+
+def assert_right(isa: int, codec: Codec, x: torch.Tensor) -> None:
+    params = codec.fit(x)
+    assert_same_bits(native.run_on(isa, codec, x, params), codec.encode(x, params))
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("name", EQUAL)
+def test_every_codec_has_the_bits_of_its_twin(name: str, dtype: torch.dtype, isa: int) -> None:
+    for seed, channels in enumerate(CHANNELS):
+        assert_right(isa, parse_codec(name), normal(2, 128, channels, seed=seed, dtype=dtype))
+
+
+@each_set
+@pytest.mark.parametrize("name", GROUPED)
+def test_every_group_and_direction(name: str, isa: int) -> None:
+    for channels, dtype in ((64, torch.bfloat16), (65, torch.float32), (20, torch.float16), (130, torch.bfloat16)):
+        assert_right(isa, parse_codec(name), normal(3, 128, channels, seed=channels, dtype=dtype))
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("name", EQUAL)
+def test_any_bit_pattern(name: str, dtype: torch.dtype, isa: int) -> None:
+    for seed in range(20):
+        x = any_bits(1, 128, 64, seed=seed, dtype=dtype)
+        if seed % 2:  # of one size within a group, so that more than one level is met
+            size = any_bits(1, 128, 1, seed=100 + seed, dtype=dtype).float().abs().clamp(max=1e37)
+            x = (torch.randn(1, 128, 64, generator=seeded(seed)) * size).clamp(-6e4, 6e4).to(dtype)
+        assert_right(isa, parse_codec(name), x)
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("name", EQUAL + HQQ)
+def test_constant_zero_tiny_and_huge_groups(name: str, dtype: torch.dtype, isa: int) -> None:
+    codec = parse_codec(name)
+    blocks = hard(dtype)
+    if isinstance(codec, HalfQuadratic):
+        blocks = blocks[:5]  # constant: the zero is not searched for
+    for block in blocks:
+        assert_right(isa, codec, block)
+
+
+@each_set
+@pytest.mark.parametrize("tokens", (8, 24, 1000))
+def test_other_block_lengths(tokens: int, isa: int) -> None:
+    for name in ("int8", "int4", "int3", "int2", "nf3", "fp8", "fp8-static"):
+        assert_right(isa, parse_codec(name), normal(2, tokens, 80, seed=tokens, dtype=torch.bfloat16))
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("name", ("int4", "int3-channel", "nf4", "fp8", "fp8-static", "exact"))
+def test_any_strides(name: str, dtype: torch.dtype, isa: int) -> None:
+    codec = parse_codec(name)
+    buffer = normal(2, 3, 300, 80, seed=1, dtype=dtype)
+    pieces = buffer[:, :, 4:260].unflatten(2, (2, 128))  # what a cache packs: [B, H, n, T, D]
+    rows = normal(2, 128, 3, 64, seed=2, dtype=dtype).transpose(1, 2)  # heads beside each other, as a model has them
+    narrow = normal(2, 128, 100, seed=3, dtype=dtype)[..., 3:67]
+    turned = normal(2, 64, 128, seed=4, dtype=dtype).transpose(1, 2)
+    repeated = normal(1, 128, 64, seed=5, dtype=dtype).expand(4, 128, 64)
+    for x in (pieces, rows, narrow, turned, repeated, normal(128, 64, seed=6, dtype=dtype)):
+        assert_right(isa, codec, x)
+
+
+@needs_native
+@pytest.mark.parametrize("name", ("int4", "hqq4", "nf2-channel", "fp8-static"))
+def test_any_number_of_threads(name: str) -> None:
+    codec, x, threads = parse_codec(name), normal(5, 3, 128, 64, dtype=torch.bfloat16), torch.get_num_threads()
+    params = codec.fit(x)
+    try:
+        torch.set_num_threads(1)
+        alone = native.run(codec, x, params)
+        for count in (2, 3, 16):
+            torch.set_num_threads(count)
+            assert_same_bits(native.run(codec, x, params), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# -- HQQ ---------------------------------------------------------------------------------------------------------------
+
+
+def objective(codec: HalfQuadratic, packed: Packed, x: torch.Tensor) -> float:
+    return float((codec.decode(packed, {}).double() - x.double()).abs().pow(P_NORM).sum())
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("name", HQQ)
+def test_half_quadratic_zeros_are_as_good(name: str, dtype: torch.dtype, isa: int) -> None:
+    """To 1e-4 of the objective, and nearly always the same ones.
+
+    Measured in the worst of these tensors: 5e-6 of the objective, 0.2 % of the zeros, 0.008 % of the codes.
+    """
+    codec = parse_codec(name)
+    assert isinstance(codec, HalfQuadratic)
+    for seed, channels in enumerate((64, 65, 80, 128)):
+        x = normal(4, 128, channels, seed=seed, dtype=dtype) * 10.0 ** (2 - seed)
+        got, wanted = native.run_on(isa, codec, x, {}), codec.encode(x, {})
+        assert objective(codec, got, x) <= objective(codec, wanted, x) * (1 + 1e-4)
+        assert torch.equal(got["scale"], wanted["scale"])
+        assert (got["zero"] != wanted["zero"]).float().mean() <= 0.01
+        codes, others = (bitpack.unpack(packed["codes"], codec.bits) for packed in (got, wanted))
+        assert (codes != others).float().mean() <= 0.001
+
+
+@each_set
+def test_half_quadratic_search_matters(isa: int) -> None:
+    """The bound above would notice zeros that were not searched for."""
+    codec, x = HalfQuadratic(2), normal(4, 128, 64)
+    found, unsearched = native.run_on(isa, codec, x, {}), native.run_on(isa, Affine(2), x, {})
+    assert objective(codec, found, x) < objective(codec, unsearched, x) * (1 - 1e-2)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def unsound(kernel: Any, codec: Codec, x: torch.Tensor, params: Params) -> tuple[int, float]:
+    with pytest.raises(Unsound) as found:
+        kernel(codec, x, params)
+    return found.value.count, found.value.limit
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_no_block_can_hold_is_counted_and_refused(name: str, dtype: torch.dtype, isa: int) -> None:
+    codec = parse_codec(name)
+    bad = [torch.nan, torch.inf, -torch.inf] + ([] if dtype == torch.float16 else [1.1e38, -3e38])
+    for channels, strange in product((20, 64), bad):
+        x = normal(2, 2, 128, channels, dtype=dtype)
+        params = codec.fit(x)
+        for where in ((0, 0, 0, 0), (1, 1, 127, channels - 1)):
+            one = x.clone()
+            one[where] = strange
+            assert unsound(lambda *call: native.run_on(isa, *call), codec, one, params)[0] == 1
+        x[0, 1, 3:5] = strange
+        expected = unsound(reference.run, codec, x, params)
+        assert expected[0] == 2 * channels
+        assert unsound(lambda *call: native.run_on(isa, *call), codec, x, params) == expected
+
+
+@each_set
+@each_dtype
+def test_the_largest_sound_magnitude_is_the_same(dtype: torch.dtype, isa: int) -> None:
+    limit = torch.tensor(min(LARGEST, torch.finfo(dtype).max), dtype=dtype)
+    for codec in (parse_codec("int4"), parse_codec("exact"), parse_codec("fp8")):
+        for x in (limit, -limit):
+            block = x.expand(8, 64).contiguous()
+            assert_same_bits(native.run_on(isa, codec, block, {}), reference.run(codec, block, {}))
+        beyond = torch.nextafter(limit, torch.tensor(torch.inf, dtype=dtype)).expand(8, 64).contiguous()
+        assert unsound(lambda *call: native.run_on(isa, *call), codec, beyond, {})[0] == 8 * 64
+        assert unsound(reference.run, codec, beyond, {})[0] == 8 * 64
+
+
+@needs_native
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(("name", "tokens"), [("int4", 12), ("int4-channel", 48), ("fp8-static", 128)])
+def test_blocks_that_do_not_suit_the_codec(name: str, tokens: int, kernel: Any) -> None:
+    codec, x = parse_codec(name), normal(tokens, 64)
+    if isinstance(codec, Fp8Static):
+        with pytest.raises(KeyError):
+            kernel.run(codec, x, {})
+        return
+    with pytest.raises(ValueError, match=r"cannot be (packed|cut)"):
+        kernel.run(codec, x, {})
+
+
+def good() -> dict[str, Any]:
+    """A call that the module takes: int4 of blocks [2, 128, 64]."""
+    return {
+        "isa": 0, "threads": 1, "x": normal(2, 128, 64), "choice": 0, "levels": 0, "per": 0, "bits": 4, "length": 64,
+        "codes": torch.empty(2, 64, 64, dtype=torch.uint8), "scale": torch.empty(2, 128, 1, dtype=torch.bfloat16),
+        "zero": torch.empty(2, 128, 1, dtype=torch.float16), "edges": [], "fixed": 1.0, "limit": 1e38,
+    }  # fmt: skip
+
+
+def wrong() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """What callers may get wrong, and words of the error."""
+    x = normal(2, 128, 64)
+    scale = torch.empty(2, 128, 1, dtype=torch.bfloat16)
+    yield "float64", {"x": x.double()}, "x is torch.float64; allowed are float32"
+    yield "no tensor", {"x": None}, "x is missing"
+    yield "one dimension", {"x": x[0, 0]}, "x has 1 dimensions"
+    yield "stride", {"x": normal(2, 64, 128).transpose(1, 2)}, "last dimension has stride 128"
+    yield "other device", {"x": x.to("meta")}, "x is not on the CPU"
+    yield "tokens", {"x": x[:, :100]}, "multiple of 8 tokens"
+    yield "no tokens", {"x": x[:, :0]}, "an empty or enormous block"
+    yield "more tokens", {"x": normal(2, 136, 64)}, r"codes must be \[..., 68, 64\]"
+    yield "more blocks", {"x": normal(3, 128, 64)}, "leading dimensions of x"
+    yield "more channels", {"x": normal(2, 128, 80)}, "codes must be"
+    yield "other leading dimensions", {"x": x[:, None]}, "leading dimensions of x"
+    yield "bits", {"bits": 5}, "codes have 2, 3, 4 or 8 bits"
+    yield "bits of the parts", {"bits": 8}, r"codes must be \[..., 128, 64\]"
+    yield "instruction set", {"isa": 99}, "no instruction set 99"
+    yield "negative instruction set", {"isa": -1}, "no instruction set -1"
+    yield "empty group", {"length": 0}, "groups are longer than the block, or empty"
+    yield "long group", {"length": 65}, "groups are longer than the block"
+    yield "short group", {"length": 32}, r"scale must be \[..., 128, 2\]"
+    yield "groups of tokens", {"per": 1, "length": 48}, "must divide the block"
+    yield "direction", {"per": 2}, "groups run along"
+    yield "choice", {"choice": 7}, "unknown choice"
+    yield "levels", {"levels": 2}, "levels do not fit"
+    yield "edges", {"levels": 1, "edges": [0.0] * 14}, "one edge less than levels"
+    yield "fixed scale", {"levels": 2, "bits": 8, "choice": 3, "fixed": 0.0, "scale": None, "zero": None}, "scale is 0"
+    yield "no scale", {"scale": None}, "scale or zero is missing"
+    yield "type of scale", {"scale": scale.half()}, "scale is torch.float16; allowed are bfloat16"
+    yield "type of zero", {"zero": scale}, "zero is torch.bfloat16; allowed are float16"
+    yield "type of codes", {"codes": torch.empty(2, 64, 64, dtype=torch.int8)}, "codes is torch.int8; allowed are uint8"
+    yield "codes apart", {"codes": torch.empty(2, 64, 128, dtype=torch.uint8)[..., :64]}, "codes is not contiguous"
+    yield "scales apart", {"scale": torch.empty(2, 256, 1, dtype=torch.bfloat16)[:, ::2]}, "scale is not contiguous"
+    yield "limit", {"limit": torch.inf}, "limit"
+    yield "limit of float16", {"x": x.half()}, "limit"
+
+
+@needs_native
+@pytest.mark.parametrize(("changes", "words"), [case[1:] for case in wrong()], ids=[case[0] for case in wrong()])
+def test_mistakes_raise(changes: dict[str, Any], words: str) -> None:
+    assert MODULE is not None
+    call = good()
+    assert MODULE.encode(*call.values())[0] == 0
+    call.update(changes)
+    with pytest.raises(ValueError, match=words):
+        MODULE.encode(*call.values())
+
+
+@each_set
+@pytest.mark.parametrize("name", ("int4", "int2-channel", "nf3", "int8", "fp8", "hqq3"))
+def test_nothing_beyond_the_parts_is_written(name: str, isa: int) -> None:
+    """Every part lies between guards; head dimensions are such that no vector ends where a row does."""
+    assert MODULE is not None
+    codec = parse_codec(name)
+    for channels in (8, 20, 65, 80, 130):
+        x = normal(3, 128, channels, seed=channels, dtype=torch.bfloat16)
+        guarded: dict[str, torch.Tensor] = {}
+        for part in codec.layout(128, channels, x.dtype):
+            memory = torch.full((3 * part.nbytes + 256,), 0xA5, dtype=torch.uint8)
+            guarded[part.name] = memory
+        inner = {
+            part.name: guarded[part.name][128:-128].view(part.dtype).view(3, *part.shape)
+            for part in codec.layout(128, channels, x.dtype)
+        }
+        wanted = native.run_on(isa, codec, x, {})
+        empty, torch_empty = iter(inner.values()), torch.empty
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *shape, dtype, parts=empty: next(parts))
+            got = native.run_on(isa, codec, x, {})
+        assert torch.empty is torch_empty
+        assert_same_bits(got, wanted)
+        for memory in guarded.values():
+            assert bool((memory[:128] == 0xA5).all()) and bool((memory[-128:] == 0xA5).all())
+
+
+# -- the registry ------------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_native_encoder_runs(name: str) -> None:
+    codec, x = parse_codec(name), normal(128, 64, dtype=torch.bfloat16)
+    assert choose(codec, x).name == "native"
+    assert explain(codec, x) == ["native: runs", "reference: fits, but a better one runs"]
+
+
+class Twisted(Affine):
+    """A codec of somebody else's: whatever it inherits, its ``encode`` may be another."""
+
+    def encode(self, x: torch.Tensor, params: Params) -> Packed:
+        return super().encode(-x, params)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("codec", "x", "words"),
+    [
+        (Affine(4), normal(128, 64).double(), "float64"),
+        (Affine(4), normal(0, 128, 64), "nothing to encode"),
+        (Twisted(4), normal(128, 64), "has no native encoder"),
+        (Affine(4), normal(128, 64).to("meta"), "tensors are on meta"),
+    ],
+    ids=("float64", "empty", "another codec", "another device"),
+)
+def test_what_the_native_encoder_leaves_to_the_reference(codec: Codec, x: torch.Tensor, words: str) -> None:
+    assert choose(codec, x).name == "reference"
+    assert words in explain(codec, x)[0]
+    if x.device.type == "cpu":
+        assert_same_bits(encode(codec, x, {}), codec.encode(x, {}))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_static_scale_saturates_alike(kernel: Any) -> None:
+    codec, x = Fp8Static(), normal(128, 64)
+    params = codec.fit(x)
+    if kernel.why_not(codec, x):
+        pytest.skip(f"no native kernels: {REASON}")
+    encoded = kernel.run(codec, -9 * x, params)
+    assert codec.saturation(-9 * x, params) is not None and int((encoded["codes"] & 127).max()) == 126
+    assert_same_bits(encoded, codec.encode(-9 * x, params))

@@ -1,0 +1,214 @@
+"""Calls that end in an error, or in the middle: the cache is as it was, or says what to do, and never goes on wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import kvbits
+import stored
+import zoo
+from kvbits.hf.attach import cache_name
+from kvbits.hf.cache import KVCache
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INT8 = "int8,residual=4,block=32"
+
+
+class Broken(Exception):
+    """What the tests make a model raise."""
+
+
+@contextmanager
+def failing(module: torch.nn.Module, error: type[BaseException] = Broken) -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    hook = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def call(model: hf.PreTrainedModel, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, **{cache_name(model): cache})[0]
+
+
+PLACES: dict[str, Callable[[hf.PreTrainedModel], torch.nn.Module]] = {
+    "between the layers": lambda model: model.model.layers[1].input_layernorm,
+    "after the first update": lambda model: model.model.layers[0].mlp,
+    "after the last update": lambda model: model.model.layers[-1].mlp,
+    "in the head": lambda model: model.lm_head,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("held", [0, 20, 35, 67, 90], ids=lambda n: f"{n}-held")
+@pytest.mark.parametrize("chunk", [1, 45], ids=lambda n: f"{n}-more")
+@pytest.mark.parametrize("scheme", ["exact", INT8, "fp8-static,residual=4,block=32"])
+def test_a_call_that_fails_can_be_repeated(scheme: str, chunk: int, held: int, place: str) -> None:
+    """Bit for bit, also where the call filled a block (39 and 71 columns) or packed the first one of all."""
+    model, ids = zoo.build("llama"), zoo.prompt(2, held + chunk + 1)
+    cache, right = kvbits.cache_for(model, scheme), kvbits.cache_for(model, scheme)
+    if held:
+        for each in (cache, right):
+            call(model, each, ids[:, :held])
+    for _ in range(2):
+        with failing(PLACES[place](model)), pytest.raises(Broken):
+            call(model, cache, ids[:, held : held + chunk])
+        assert [layer.get_seq_length() for layer in cache.layers] == [held] * 2
+    for new in (ids[:, held : held + chunk], ids[:, -1:]):
+        assert torch.equal(call(model, cache, new), call(model, right, new))
+    for layer, right_layer in zip(cache.packed_layers, right.packed_layers, strict=True):
+        for row in range(2):
+            stored.assert_same(stored.row_of(layer.core, row), stored.row_of(right_layer.core, row))
+        assert layer.before is None  # nothing is kept beyond the call
+
+
+def test_a_padded_call_that_fails_can_be_repeated() -> None:
+    model, (ids, mask) = zoo.build("llama"), zoo.padded_prompt(3, 60)
+    cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
+
+    def run(cache: Any, begin: int, end: int) -> torch.Tensor:
+        with torch.no_grad():
+            new = {cache_name(model): cache, "attention_mask": mask[:, :end]}
+            return model(input_ids=ids[:, begin:end], **new).logits
+
+    for each in (cache, right):
+        run(each, 0, 35)
+    for end in range(36, 60):  # rows fill their blocks at different steps
+        with failing(model.lm_head), pytest.raises(Broken):
+            run(cache, end - 1, end)
+        assert torch.equal(run(cache, end - 1, end), run(right, end - 1, end))
+    for row in range(3):
+        for layer, other in zip(cache.packed_layers, right.packed_layers, strict=True):
+            stored.assert_same(stored.row_of(layer.core, row), stored.row_of(other.core, row))
+
+
+def test_beams_go_on_after_a_call_that_failed() -> None:
+    model, ids = zoo.build("llama"), zoo.prompt(2, 50)
+    cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
+    for each in (cache, right):
+        call(model, each, ids[:, :44])
+        each.reorder_cache(torch.tensor([1, 0]))
+    with failing(model.lm_head), pytest.raises(Broken):
+        call(model, cache, ids[:, 44:45])
+    for each in (cache, right):
+        each.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(call(model, cache, ids[:, 44:]), call(model, right, ids[:, 44:]))
+
+
+def test_a_first_call_that_fails_leaves_an_empty_cache() -> None:
+    """Also where layers of the model's own type have states that nothing could take back."""
+    for name in ("gemma3", "qwen3-next"):
+        model, ids = zoo.build(name), zoo.prompt(1, 50)
+        cache = kvbits.cache_for(model, INT8)
+        with failing(model.lm_head), pytest.raises(Broken):
+            call(model, cache, ids)
+        assert cache.get_seq_length() == 0
+        right = kvbits.cache_for(model, INT8)
+        assert torch.equal(call(model, cache, ids), call(model, right, ids))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-next", "mistral-window"])
+@pytest.mark.filterwarnings("ignore:every layer of")
+def test_what_cannot_be_taken_back_is_refused_until_reset(name: str) -> None:
+    """Windows that are full and linear attention have left behind what they held before the call."""
+    model, ids = zoo.build(name), zoo.prompt(1, 60)
+    cache = kvbits.cache_for(model, INT8)
+    call(model, cache, ids[:, :50])
+    with failing(model.lm_head), pytest.raises(Broken):
+        call(model, cache, ids[:, 50:51])
+    for again in (
+        lambda: call(model, cache, ids[:, 50:51]),
+        lambda: cache.reorder_cache(torch.tensor([0])),
+        lambda: cache.crop(-1),
+        lambda: call(model, copy.deepcopy(cache), ids[:, 50:51]),
+    ):
+        with pytest.raises(ValueError, match=r"failed halfway and could not be taken back.* reset\(\)"):
+            again()
+    cache.reset()
+    right = kvbits.cache_for(model, INT8)
+    assert torch.equal(call(model, cache, ids), call(model, right, ids))
+
+
+def test_windows_that_are_not_full_or_that_record_are_taken_back() -> None:
+    model, ids = zoo.build("gemma3"), zoo.prompt(1, 60)
+    recording = [(50, True)] if zoo.installed() >= (5, 24) else []  # early releases cannot
+    for held, record in [(9, False), *recording]:
+        cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
+        for each in (cache, right):
+            if record:
+                each.activate_past_recording()
+            call(model, each, ids[:, :held])
+        with failing(model.lm_head), pytest.raises(Broken):
+            call(model, cache, ids[:, held : held + 1])
+        assert cache.get_seq_length() == held
+        assert torch.equal(call(model, cache, ids[:, held:]), call(model, right, ids[:, held:]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_after_an_interruption_the_next_call_says_so_once(place: str) -> None:
+    """A KeyboardInterrupt passes by all hooks, so it is noticed only by the next call."""
+    model, ids = zoo.build("llama"), zoo.prompt(1, 60)
+    cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
+    for each in (cache, right):
+        call(model, each, ids[:, :40])
+    with failing(PLACES[place](model), KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        call(model, cache, ids[:, 40:41])
+    with pytest.raises(ValueError, match=r"interrupted.* holds 40 columns again: repeat that call"):
+        call(model, cache, ids[:, 40:41])
+    assert torch.equal(call(model, cache, ids[:, 40:]), call(model, right, ids[:, 40:]))
+
+
+def test_an_interruption_is_noticed_by_crop_and_by_the_decoder_inside() -> None:
+    model, ids = zoo.build("llama"), zoo.prompt(1, 60)
+    for again in (lambda cache: cache.crop(-1), lambda cache: call(model.model, cache, ids[:, 40:41])):
+        cache = kvbits.cache_for(model, INT8)
+        call(model, cache, ids[:, :40])
+        with failing(model.lm_head, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            call(model, cache, ids[:, 40:41])
+        with pytest.raises(ValueError, match="interrupted"):
+            again(cache)
+        again(cache)
+
+
+def test_generate_goes_on_after_a_failure() -> None:
+    model, ids = zoo.build("llama"), zoo.prompt(1, 40)
+    options = dict(max_new_tokens=20, do_sample=False)
+    right = model.generate(ids, **options, **{cache_name(model): kvbits.cache_for(model, INT8)})
+    cache, calls = kvbits.cache_for(model, INT8), [0]
+
+    def fail_once(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 7:
+            raise Broken
+
+    hook = model.lm_head.register_forward_pre_hook(fail_once)
+    with pytest.raises(Broken):
+        model.generate(ids, **options, **{cache_name(model): cache})
+    hook.remove()
+    assert cache.get_seq_length() == 45  # what was generated so far
+    so_far = right[:, :46]
+    rest = model.generate(so_far, max_new_tokens=14, do_sample=False, **{cache_name(model): cache})
+    assert torch.equal(rest, right)
+
+
+def test_a_mask_does_not_stay_with_the_cache() -> None:
+    """It would be memory that nothing counts."""
+    model, (ids, mask) = zoo.build("llama"), zoo.padded_prompt(2, 40)
+    cache = kvbits.cache_for(model, INT8)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, **{cache_name(model): cache})
+    assert isinstance(cache, KVCache)
+    held = [x for x in vars(cache.columns).values() if isinstance(x, torch.Tensor)]
+    assert held == []
