@@ -134,7 +134,7 @@ def test_what_is_not_finite_is_not_packed() -> None:
     layer = StaticLayer.of(prefilled("int4", 42), capacity=100)
     layer.keys[0, 0, 5, 0] = torch.nan
     layer.step(*tokens(1, seed=3))
-    with pytest.raises(ValueError, match="keys to be packed are NaN, infinite or above"):
+    with pytest.raises(ValueError, match="1 of the keys to be packed are NaN, infinite or above"):
         layer.advance()
 
 
@@ -150,12 +150,14 @@ def test_too_little_capacity() -> None:
         (lambda: _filled(LayerCache(Scheme.parse("exact"))), "exact packs nothing"),
         (lambda: _filled(LayerCache(Scheme.parse("int4"), window=9)), "a sliding window"),
         (lambda: _padded(), "padded rows"),
+        (lambda: _filled(LayerCache(Scheme.parse("k=exact,v=int4"))), "keys: packed blocks of exact elements"),
+        (lambda: _mixed(), "torch.float32 keys and torch.bfloat16 values"),
         (
             lambda: prefilled("k=fp8-static,v=int4", 20),
             "keys: fp8-static has seen no block to take its static scale from",
         ),
     ],
-    ids=("empty", "exact", "window", "padded", "not fitted"),
+    ids=("empty", "exact", "window", "padded", "exact keys", "two types", "not fitted"),
 )
 def test_what_cannot_have_a_fixed_capacity(cache: object, reason: str) -> None:
     made = cache()
@@ -166,6 +168,13 @@ def test_what_cannot_have_a_fixed_capacity(cache: object, reason: str) -> None:
 
 def _filled(cache: LayerCache) -> LayerCache:
     cache.append(*tokens(20, seed=1))
+    return cache
+
+
+def _mixed() -> LayerCache:
+    cache = LayerCache(Scheme.parse("int4"))
+    keys, values = tokens(20, seed=1)
+    cache.append(keys, values.bfloat16())
     return cache
 
 

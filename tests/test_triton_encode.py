@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvbits.codecs import CODECS, Fp8
+from kvbits.encode import LARGEST, Unsound, choose, explain
 from kvbits.encode import triton as fast
 from kvbits.scheme import parse_codec
 from test_attend import random
@@ -31,7 +32,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def assert_same_bits(spelling: str, x: torch.Tensor) -> None:
     codec, x = parse_codec(spelling), x.to(DEVICE)
     assert fast.why_not(codec, x) == []
-    right, got = codec.encode(x, {}), fast.encode(codec, x, {})
+    right, got = codec.encode(x, {}), fast.run(codec, x, {})
     assert got.keys() == right.keys()
     for name, part in right.items():
         assert got[name].dtype == part.dtype and got[name].shape == part.shape
@@ -78,8 +79,32 @@ def test_a_view_of_a_longer_buffer() -> None:
 
 @needs_triton
 def test_no_blocks() -> None:
-    got = fast.encode(Fp8(), torch.zeros(2, 0, 32, 16, device=DEVICE), {})
+    got = fast.run(Fp8(), torch.zeros(2, 0, 32, 16, device=DEVICE), {})
     assert got["codes"].shape == (2, 0, 32, 16) and got["scale"].shape == (2, 0, 32, 1)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("spelling", ("int4", "int3-channel", "nf4", "fp8"))
+def test_what_no_block_can_hold_is_counted_and_refused(spelling: str, dtype: torch.dtype) -> None:
+    codec, x = parse_codec(spelling), random(2, 3, 32, 20, dtype=dtype).to(DEVICE)
+    limit = min(LARGEST, torch.finfo(dtype).max)
+    x[1, 2, 3, 4] = limit
+    fast.run(codec, x, {})
+    for count, strange in enumerate((torch.nan, torch.inf, -torch.inf, -3e38)):
+        x[count % 2, count % 3, 31 - count, 19] = strange
+        with pytest.raises(Unsound) as found:
+            fast.run(codec, x, {})
+        assert (found.value.count, found.value.limit) == (count + 1, limit)
+
+
+@pytest.mark.skipif(not GPU, reason="on a CPU the native encoder comes first")
+def test_it_is_chosen_on_a_gpu() -> None:
+    x = random(2, 3, 32, 20).to(DEVICE)
+    assert choose(parse_codec("int4"), x).name == "triton"
+    assert choose(parse_codec("hqq4"), x).name == "reference"
+    lines = explain(parse_codec("int4"), x)
+    assert lines[1:] == ["triton: runs", "reference: fits, but a better one runs"]
 
 
 @needs_triton
@@ -97,7 +122,7 @@ def test_what_it_cannot_run(spelling: str, shape: tuple[int, int], dtype: torch.
     x = torch.zeros(shape, dtype=dtype, device=DEVICE)
     assert fast.why_not(parse_codec(spelling), x) == [reason]
     with pytest.raises(ValueError, match="cannot be encoded with Triton"):
-        fast.encode(parse_codec(spelling), x, {})
+        fast.run(parse_codec(spelling), x, {})
 
 
 def test_on_a_cpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import torch
 
-from kvbits.cache import LARGEST, LayerCache
-from kvbits.codecs import Codec
-from kvbits.encode import triton as fast
+from kvbits.attend.triton_decode import why_not_format
+from kvbits.cache import LayerCache
+from kvbits.encode import Unsound, encode
 from kvbits.store import Record
-from kvbits.types import Packed, Params
+from kvbits.types import Packed
 
 
 def why_not(cache: LayerCache) -> list[str]:
     """Reasons why a cache cannot go on as a :class:`StaticLayer`."""
-    reasons = []
-    if cache.keys is None:
+    if cache.keys is None or cache.values is None:
         return ["it is empty: prefill it first"]
+    reasons = []
     if not cache.scheme.packs:
         reasons.append(f"{cache.scheme} packs nothing")
     if cache.window is not None:
@@ -38,12 +38,17 @@ def why_not(cache: LayerCache) -> list[str]:
         reasons.append("padded rows")
     elif len(set(cache.held)) > 1:
         reasons.append("rows of different lengths")
+    if cache.keys.dtype != cache.values.dtype:
+        reasons.append(f"{cache.keys.dtype} keys and {cache.values.dtype} values")
     view = cache.view()
-    for side, codec, params, transform in (
-        ("keys", cache.scheme.key, cache.key_params, view.key_transform),
-        ("values", cache.scheme.value, cache.value_params, view.value_transform),
+    for side, x, codec, params, fitted, transform in (
+        ("keys", cache.keys, cache.scheme.key, cache.key_params, cache.fitted[0], view.key_transform),
+        ("values", cache.values, cache.scheme.value, cache.value_params, cache.fitted[1], view.value_transform),
     ):
-        if codec.format.per == "layer" and not cache.fitted:
+        if cache.scheme.packs:
+            reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3])]
+        # What a codec learns is part of the captured step, so it must be known before.
+        if not fitted and codec.fit(x.new_zeros(1, x.shape[1], 1, x.shape[3])):
             reasons.append(f"{side}: {codec} has seen no block to take its static scale from")
         if set(params) - {"scale"}:
             reasons.append(f"{side}: {codec} has learned more than a scale")
@@ -73,7 +78,6 @@ class StaticLayer:
         batch, heads, _, key_channels = view.keys.shape
         self.scheme, self.capacity, self.tokens = scheme, capacity, cache.columns
         self.key_params, self.value_params = cache.key_params, cache.value_params
-        self.fitted = cache.fitted
         assert scheme.residual is not None
         slots = scheme.sinks + scheme.residual + scheme.block
         self.record: Record = cache.store.record
@@ -136,30 +140,28 @@ class StaticLayer:
     def _pack(self) -> None:
         """Encode the oldest block and move what stays to the front, all in place."""
         sinks, block = self.scheme.sinks, self.scheme.block
-        sides = ((self.keys, self.scheme.key, "key_params"), (self.values, self.scheme.value, "value_params"))
+        sides = (
+            ("keys", self.keys, self.scheme.key, self.key_params),
+            ("values", self.values, self.scheme.value, self.value_params),
+        )
         encoded: list[Packed] = []
-        for buffer, codec, name in sides:
-            x = buffer[:, :, sinks : sinks + block].unflatten(2, (1, block))
-            limit = min(LARGEST, torch.finfo(x.dtype).max)
-            if not bool((x.abs() <= limit).all()):
-                raise ValueError(f"{name[:-7]}s to be packed are NaN, infinite or above {limit:g}: see LayerCache")
-            if not self.fitted:
-                setattr(self, name, codec.fit(x))
-            encoded.append(_encode(codec, x, getattr(self, name)))
-        self.fitted = True
+        for side, buffer, codec, params in sides:
+            try:
+                encoded.append(encode(codec, buffer[:, :, sinks : sinks + block].unflatten(2, (1, block)), params))
+            except Unsound as found:
+                raise ValueError(
+                    f"{found.count} of the {side} to be packed are NaN, infinite or above {found.limit:g}, which "
+                    f"{codec} blocks cannot hold without spoiling their neighbours"
+                ) from None
         batch = self.keys.shape[0]
         target = self.pool[self._blocks * batch : (self._blocks + 1) * batch]  # [B, H, bytes]
         for slots, packed in zip((self.record.keys, self.record.values), encoded, strict=True):
             for slot in slots:
                 part = packed[slot.part.name][:, :, 0].flatten(2).contiguous().view(torch.uint8)
                 target[..., slot.offset : slot.offset + slot.part.nbytes] = part
-        for buffer, _, _ in sides:
+        for _, buffer, _, _ in sides:
             buffer[:, :, sinks:-block] = buffer[:, :, sinks + block :].clone()
             buffer[:, :, -block:] = 0
         self._exact, self._blocks = self._exact - block, self._blocks + 1
         self.held -= block
         self.counts += 1
-
-
-def _encode(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
-    return codec.encode(x, params) if fast.why_not(codec, x) else fast.encode(codec, x, params)

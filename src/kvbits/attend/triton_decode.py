@@ -62,7 +62,7 @@ def why_not(call: Call) -> list[str]:
         reasons.append("gradients of the query")
     channels = {"keys": view.keys.shape[3], "values": view.values.shape[3]}
     for side, codec in (("keys", view.scheme.key), ("values", view.scheme.value)):
-        reasons += [f"{side}: {reason}" for reason in _why_not_format(codec.format, channels[side])]
+        reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, channels[side])]
     for side, transform in (("keys", view.key_transform), ("values", view.value_transform)):
         if transform.rope is not None and transform.rotation is not None:
             reasons.append(f"{side}: rotated before the rotary embedding")
@@ -98,7 +98,8 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _why_not_format(form: Format, channels: int) -> list[str]:
+def why_not_format(form: Format, channels: int) -> list[str]:
+    """Reasons against keys or values of one format and head_dim."""
     reasons = []
     if form.levels not in _LEVELS:
         reasons.append("packed blocks of exact elements")

@@ -54,7 +54,7 @@ def attend_static(
     """
     layer = parse(scheme)
     batch, _, slots, channels = keys.shape
-    record = Record.of(layer.key, layer.value, layer.block, channels, values.shape[3], keys.dtype)
+    record = Record.of(layer.key, layer.value, layer.block, channels, values.shape[3], keys.dtype, values.dtype)
     capacity = pool.shape[0] // batch
     blocks = Blocks(record, pool, counts.new_zeros(batch, 1, dtype=torch.int64), (capacity,) * batch, in_order=True)
     most = capacity * layer.block + slots

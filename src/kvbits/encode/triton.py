@@ -1,7 +1,8 @@
 """Encode blocks with Triton on CUDA and ROCm GPUs: one read of the exact elements, one write of the packed parts.
 
 The twin of ``Codec.encode`` for ``int``, ``nf`` and ``fp8`` codecs, bit for bit: divisions are rounded to nearest and
-rounding is half to even, as in PyTorch. Triton is imported when a block is encoded, not before.
+rounding is half to even, as in PyTorch. Each program also counts what no block can hold, so that nothing is read twice.
+Triton is imported when a block is encoded, not before.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import torch
 
 from kvbits.codecs import Affine, Codec, Fp8, NormalFloat
+from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.numerics import groups
 from kvbits.types import Packed, Params
 
@@ -30,7 +32,7 @@ def _triton_version() -> str | None:
 
 
 def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
-    """Reasons against encoding blocks ``x [..., T, D]`` here; empty where :func:`encode` runs."""
+    """Reasons against encoding blocks ``x [..., T, D]`` here; empty where :func:`run` does."""
     if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return [f"tensors on {x.device.type} (CUDA and ROCm GPUs run)"]
     version = _triton_version()
@@ -51,8 +53,16 @@ def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
     return reasons
 
 
-def encode(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
-    """As ``codec.encode(x, params)``: finite ``x [..., T, D]`` to parts ``[..., *part.shape]``.
+def run(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
+    """See :func:`kvbits.encode.encode`. Waits for the device, which alone knows whether the input is sound."""
+    packed, unsound = launch(codec, x)
+    if unsound is not None and (found := int(unsound.sum())):
+        raise Unsound(found, limit_of(x.dtype))
+    return packed
+
+
+def launch(codec: Codec, x: torch.Tensor) -> tuple[Packed, torch.Tensor | None]:
+    """Encode without waiting: parts ``[..., *part.shape]``, and how many elements of each block cannot be packed.
 
     Raises:
         ValueError: if :func:`why_not` has a reason.
@@ -68,22 +78,23 @@ def encode(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
     flat = x.reshape(-1, *x.shape[-4:]) if x.ndim > 5 else x[(None,) * (5 - x.ndim)]  # [A, B, C, T, D]
     count = flat.shape[0] * flat.shape[1] * flat.shape[2]
     if count == 0:
-        return packed
+        return packed, None
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
     form = codec.format
     per_token = form.per == "token"
     length = (groups.group_length(channels, form.group) if form.group else channels) if per_token else form.group
+    unsound = x.new_empty(count, dtype=torch.int32)
     encode_block[(count,)](
-        flat, packed["codes"], packed["scale"], packed.get("zero", packed["scale"]),
+        flat, unsound, packed["codes"], packed["scale"], packed.get("zero", packed["scale"]),
         _edges(codec, x.device) if isinstance(codec, NormalFloat) else packed["scale"],
-        flat.shape[1], flat.shape[2], *flat.stride()[:4],
+        compared_limit(x.dtype), flat.shape[1], flat.shape[2], *flat.stride()[:4],
         TOKENS=tokens, CHANNELS=channels, PADDED=max(16, 1 << (channels - 1).bit_length()), BITS=form.bits,
         LEVELS={"uniform": _UNIFORM, "table": _TABLE, "e4m3": _E4M3}[form.levels],
         PER_TOKEN=per_token, LENGTH=length, GROUPS=-(-channels // length) if per_token else tokens // length,
         num_warps=8,
     )  # fmt: skip
-    return packed
+    return packed, unsound
 
 
 @functools.lru_cache(maxsize=32)

@@ -79,7 +79,7 @@ def _store(codes, at, row, CHANNELS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def encode_block(
-    x, codes_out, scale_out, zero_out, edges, second, third, s_a, s_b, s_c, s_t,
+    x, unsound, codes_out, scale_out, zero_out, edges, limit, second, third, s_a, s_b, s_c, s_t,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
     PER_TOKEN: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -92,6 +92,8 @@ def encode_block(
     base = x + number // (second * third) * s_a + number // third % second * s_b + number % third * s_c
     real = (channel < CHANNELS)[None, :]
     value = tl.load(base + token.to(tl.int64)[:, None] * s_t + channel[None, :], mask=real, other=0).to(tl.float32)
+    sound = tl.abs(value) <= limit  # not of NaN
+    tl.store(unsound + number, tl.sum(tl.sum((real & ~sound).to(tl.int32), 1), 0))
     bottom: tl.constexpr = 0.0 if LEVELS == UNIFORM else -1.0
     top: tl.constexpr = (1 << BITS) - 1.0 if LEVELS == UNIFORM else 1.0
 
