@@ -383,7 +383,7 @@ def tunings() -> Iterator[Tuning]:
 
 
 def compile_ahead(job: tuple[str, Tuning]) -> None:
-    """Compile one variant into Triton's cache, in a process of its own; what is wrong with it shows when it is timed."""
+    """Compile one variant into Triton's cache, in a process of its own; errors show when it is timed."""
     name, tuning = job
     with contextlib.suppress(Exception), tuned(tuning):
         for batch in (1, 16):

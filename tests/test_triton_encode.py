@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvbits.codecs import CODECS, Fp8
-from kvbits.encode import LARGEST, Unsound, choose, explain
+from kvbits.encode import LARGEST, Unsound
 from kvbits.encode import triton as fast
 from kvbits.scheme import parse_codec
 from test_attend import random
@@ -96,15 +96,6 @@ def test_what_no_block_can_hold_is_counted_and_refused(spelling: str, dtype: tor
         with pytest.raises(Unsound) as found:
             fast.run(codec, x, {})
         assert (found.value.count, found.value.limit) == (count + 1, limit)
-
-
-@pytest.mark.skipif(not GPU, reason="on a CPU the native encoder comes first")
-def test_it_is_chosen_on_a_gpu() -> None:
-    x = random(2, 3, 32, 20).to(DEVICE)
-    assert choose(parse_codec("int4"), x).name == "triton"
-    assert choose(parse_codec("hqq4"), x).name == "reference"
-    lines = explain(parse_codec("int4"), x)
-    assert lines[1:] == ["triton: runs", "reference: fits, but a better one runs"]
 
 
 @needs_triton

@@ -20,9 +20,11 @@ import torch
 
 from kvbits.attend.triton_decode import why_not_format
 from kvbits.cache import LayerCache
+from kvbits.codecs import Codec
 from kvbits.encode import Unsound, encode
+from kvbits.encode import triton as fast
 from kvbits.store import Record
-from kvbits.types import Packed
+from kvbits.types import Packed, Params
 
 
 def why_not(cache: LayerCache) -> list[str]:
@@ -147,7 +149,7 @@ class StaticLayer:
         encoded: list[Packed] = []
         for side, buffer, codec, params in sides:
             try:
-                encoded.append(encode(codec, buffer[:, :, sinks : sinks + block].unflatten(2, (1, block)), params))
+                encoded.append(_encode(codec, buffer[:, :, sinks : sinks + block].unflatten(2, (1, block)), params))
             except Unsound as found:
                 raise ValueError(
                     f"{found.count} of the {side} to be packed are NaN, infinite or above {found.limit:g}, which "
@@ -165,3 +167,8 @@ class StaticLayer:
         self._exact, self._blocks = self._exact - block, self._blocks + 1
         self.held -= block
         self.counts += 1
+
+
+def _encode(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
+    """With Triton where it runs: it is not in ``encode.KERNELS`` while it has not been tested on a GPU."""
+    return encode(codec, x, params) if fast.why_not(codec, x) else fast.run(codec, x, params)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvbits.codecs import Codec
-from kvbits.encode import native, reference, triton
+from kvbits.encode import native, reference
 from kvbits.encode.sound import LARGEST, Unsound
 from kvbits.types import Packed, Params
 
@@ -36,7 +36,6 @@ class Kernel:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel("native", native.why_not, native.run),
-    Kernel("triton", triton.why_not, triton.run),
     Kernel("reference", reference.why_not, reference.run),
 )
 
