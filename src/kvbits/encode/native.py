@@ -12,7 +12,7 @@ import functools
 import torch
 
 from kvbits.codecs import Affine, Codec, Exact, Fp8, Fp8Static, HalfQuadratic, NormalFloat
-from kvbits.encode.sound import Unsound, limit_of
+from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.library import DTYPES, LEVELS, PER, library
 from kvbits.numerics import codebook, groups
 from kvbits.types import Packed, Params
@@ -44,7 +44,7 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
     """As :func:`run`, with the instruction set of this place in ``_native.names()``."""
     module = library()[0]
     assert module is not None
-    threads, limit = torch.get_num_threads(), _limit(x.dtype)
+    threads, limit = torch.get_num_threads(), compared_limit(x.dtype)
     tokens, channels = x.shape[-2:]
     parts = codec.layout(tokens, channels, x.dtype)  # raises where the block does not suit the codec
     if x.stride(-1) != 1:
@@ -69,12 +69,6 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
     if bad:
         raise Unsound(bad, limit_of(x.dtype))
     return packed
-
-
-@functools.cache
-def _limit(dtype: torch.dtype) -> float:
-    """The limit as PyTorch compares it with elements of ``dtype``."""
-    return float(torch.tensor(limit_of(dtype), dtype=dtype))
 
 
 @functools.cache

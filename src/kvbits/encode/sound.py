@@ -27,3 +27,9 @@ class Unsound(ValueError):
 def limit_of(dtype: torch.dtype) -> float:
     """Largest magnitude of ``dtype`` that is packed: 1e38 itself is infinite in float16."""
     return min(LARGEST, torch.finfo(dtype).max)
+
+
+@functools.cache
+def compared_limit(dtype: torch.dtype) -> float:
+    """The limit as PyTorch compares it with elements of ``dtype``."""
+    return float(torch.tensor(limit_of(dtype), dtype=dtype))

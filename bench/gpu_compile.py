@@ -1,0 +1,143 @@
+"""What the compiler makes of the Triton kernels: registers, spills, shared memory and instructions. Needs no GPU.
+
+Kernels are compiled ahead of time for each architecture, as a decode step of Llama-3-8B (8 KV heads of 4 query heads,
+head_dim 128, bfloat16) would launch them. The loop over blocks is read from the machine code, and set beside the bytes
+that it must read: a roofline on paper. It says what cannot be reached, never what is reached.
+
+    python bench/gpu_compile.py            # needs triton; writes bench/results/gpu_compile.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from common import write
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvbits.attend import triton_decode, triton_kernel
+from kvbits.attend.triton_tuning import tuning_for
+from kvbits.scheme import Scheme
+from kvbits.store import Record
+
+SCHEMES = "int8,fp8,fp8-static,int4,kivi4,nf4,int3,int2,kivi2"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+PEAK = {"name": "H200", "multiprocessors": 132, "clock_ghz": 1.98, "copy_tb_s": 4.3, "schedulers": 4}
+"""What the paper roofline is drawn for: clock and copy bandwidth as such a card was once seen to have them."""
+
+POINTERS = {
+    **dict.fromkeys(("query", "exact_query", "keys", "values", "scales", "key_table", "value_table"), "*bf16"),
+    **dict.fromkeys(("query_bias", "key_scale", "key_zero", "value_scale", "value_zero"), "*fp32"),
+    **dict.fromkeys(("cos", "sin", "key_mean", "out", "tops", "weights"), "*fp32"),
+    **{"pool": "*i16", "words": "*i32", "zeros": "*fp16", "table": "*i64", "counts": "*i32", "held": "*i32"},
+    **{"column_of": "*i64", "mask": "*u8"},
+}
+ALIGNED = {*POINTERS, "q_b", "q_h", "e_b", "e_h", "k_b", "k_h", "k_t", "v_b", "v_h", "v_t"}
+
+
+def compiled(scheme: Scheme, channels: int, groups: int, capability: int) -> tuple[Any, Any, Record]:
+    """The kernel of one decode step, its tiles, and the record it reads."""
+    key, value = scheme.key.format, scheme.value.format
+    record = Record.of(scheme.key, scheme.value, scheme.block, channels, channels, torch.bfloat16)
+    tuning = tuning_for(f"sm_{capability}", max(key.bits, value.bits), "channel" in (key.per, value.per))
+    shape = triton_decode._shape(record, key, value, channels, channels, groups, tuning)
+    constants = {
+        **shape.key.constants("K"),
+        **shape.value.constants("V"),
+        **{"GROUP_ROWS": groups, "SINGLE": True, "NR": shape.query_rows, "BLOCK": scheme.block, "NS": shape.slices},
+        **{"K_CHANNELS": channels, "K_PADDED": channels, "V_CHANNELS": channels, "V_PADDED": channels},
+        **{"BPI": shape.blocks, "RECORD": record.nbytes // 2, "PARTS": 1, "IN_ORDER": True, "PLAIN": True, "MASK": 0},
+        **dict.fromkeys(("RAGGED", "PADDED", "WINDOW", "SOFTCAP", "BIAS"), False),
+        **{"ROPE": 0, "HALF": 0, "MEAN": False, "EXACT_TILE": 32},
+    }
+    names = triton_kernel.attend_split.arg_names
+    kinds = {"scaling": "fp32", "softcap": "fp32", **POINTERS, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(
+        fn=triton_kernel.attend_split,
+        signature={name: kinds.get(name, "i32") for name in names},
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED},
+    )
+    tuning = shape.tuning
+    options: dict[str, Any] = {"num_warps": tuning.warps, "num_stages": tuning.stages}
+    if tuning.registers:
+        options["maxnreg"] = tuning.registers
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), shape, record
+
+
+def machine_code(cubin: bytes) -> tuple[int, int, list[str]]:
+    """Registers, bytes of stack, and the instructions of the longest loop."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+        listing = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    labels, instructions, loops = {}, [], []
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif code := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(re.sub(r"^@!?U?P\w+\s+", "", code[1]))
+            back = re.search(r"BRA.*?(\.L_x_\d+)", code[1])
+            if back and back[1] in labels:
+                loops.append((labels[back[1]], len(instructions)))
+    first, last = max(loops, key=lambda loop: loop[1] - loop[0])
+    return int(found[1]), int(found[2]), instructions[first:last]
+
+
+def row_for(name: str, channels: int, groups: int, capability: int) -> dict[str, Any]:
+    """Compile one scheme for one architecture and count."""
+    scheme = Scheme.parse(name)
+    kernel, shape, record = compiled(scheme, channels, groups, capability)
+    registers, stack, loop = machine_code(kernel.asm["cubin"])
+    warps = shape.tuning.warps
+    per_block = len(loop) * warps / shape.blocks
+    operations = 4 * scheme.block * channels * shape.query_rows  # both products, for the padded query rows
+    bytes_a_clock = record.nbytes / (per_block / PEAK["schedulers"])
+    needed = PEAK["copy_tb_s"] * 1e3 / PEAK["multiprocessors"] / PEAK["clock_ghz"]
+    return {
+        "scheme": name,
+        "architecture": f"sm_{capability}",
+        "registers": registers,
+        "stack_bytes": stack,
+        "spills_in_loop": sum(op.startswith(("LDL", "STL")) for op in loop),
+        "shared_bytes": kernel.metadata.shared,
+        "programs_a_multiprocessor": min(65536 // (registers * 32 * warps), 2048 // (32 * warps)),
+        "barriers_in_loop": sum(op.startswith("BAR") for op in loop),
+        "matrix_instructions_in_loop": sum(op.startswith(("HGMMA", "HMMA")) for op in loop),
+        "warp_instructions_a_block": per_block,
+        "bytes_a_block": record.nbytes,
+        "matrix_operations_a_block": operations,
+        "operations_a_byte": operations / record.nbytes,
+        "paper_share_of_copy_bandwidth": min(1.0, bytes_a_clock / needed),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schemes", default=SCHEMES, help="separated by commas")
+    parser.add_argument("--capabilities", default="80,89,90")
+    parser.add_argument("--channels", type=int, default=128)
+    parser.add_argument("--groups", type=int, default=4, help="query heads of a KV head")
+    parser.add_argument("--out", default="gpu_compile")
+    options = parser.parse_args()
+    rows = []
+    for capability in map(int, options.capabilities.split(",")):
+        for name in options.schemes.split(","):
+            rows.append(row_for(name, options.channels, options.groups, capability))
+            print(rows[-1], flush=True)
+    more = {"triton": triton.__version__, "channels": options.channels, "groups": options.groups, "paper": PEAK}
+    print(write(options.out, rows, measured=False, **more))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""A layer of fixed capacity holds, packs and attends as ``LayerCache`` does; on a GPU also in a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvbits.attend import Call, reference, triton_decode
+from kvbits.attend.triton_tuning import Tuning, tuned
+from kvbits.cache import LayerCache
+from kvbits.rows import Rows
+from kvbits.scheme import Scheme
+from kvbits.static import StaticLayer, why_not
+from test_attend import random
+from test_triton import DEVICE, GPU, needs_triton
+
+SMALL = "residual=8,sinks=3,block=32"
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Interpret where there is no GPU, in these tests alone."""
+    if not GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(triton_decode, "_processor", lambda device: ("test", 1))
+    with tuned(Tuning(rows=32, programs=4, exact_tokens=32)):
+        yield
+
+
+def tokens(count: int, seed: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return random(batch, 2, count, 32, seed=seed).to(DEVICE), random(batch, 2, count, 16, seed=seed + 1).to(DEVICE)
+
+
+def prefilled(scheme: str, count: int) -> LayerCache:
+    cache = LayerCache(Scheme.parse(f"{scheme},{SMALL}"))
+    cache.append(*tokens(count, seed=1))
+    return cache
+
+
+@needs_triton
+@pytest.mark.parametrize("scheme", ("kivi4", "int2", "fp8", "fp8-static", "k=nf4,v=int3"))
+def test_steps_are_those_of_a_growing_cache(scheme: str) -> None:
+    """Over two blocks' worth of steps: every bit that is stored, and what attention gives around each packing."""
+    cache = prefilled(scheme, 80)
+    layer = StaticLayer.of(cache, capacity=160)
+    for step in range(70):
+        key, value = tokens(1, seed=100 + 2 * step)
+        view = cache.append(key, value)
+        layer.step(key, value)
+        if step in (0, 1, 24, 25, 69):
+            query = random(2, 6, 1, 32, seed=step).to(DEVICE)
+            expected = reference.run(Call(query, view, 0.2))
+            torch.testing.assert_close(layer.attend(query, 0.2), expected, rtol=1e-4, atol=1e-5)
+        layer.advance()
+        held, blocks = int(layer.held[0]), int(layer.counts[0])
+        assert (held, blocks) == (cache.held[0], cache.store.longest)
+        assert torch.equal(layer.keys[:, :, :held], cache.keys[:, :, :held])
+        assert torch.equal(layer.values[:, :, :held], cache.values[:, :, :held])
+        assert not layer.keys[:, :, held:].any()
+    for slot in layer.record.keys + layer.record.values:
+        where = slice(slot.offset, slot.offset + slot.part.nbytes)
+        assert torch.equal(layer.pool[: 2 * blocks, :, where], cache.store.pool[: 2 * blocks, :, where])
+    assert blocks == 4
+
+
+@needs_triton
+def test_beams_that_were_reordered_are_put_in_order() -> None:
+    cache = prefilled("int4", 80)
+    cache.select_rows(torch.tensor([1, 0]))
+    layer = StaticLayer.of(cache, capacity=100)
+    key, value = tokens(1, seed=5)
+    view = cache.append(key, value)
+    layer.step(key, value)
+    query = random(2, 2, 1, 32, seed=9).to(DEVICE)
+    expected = reference.run(Call(query, view, 0.2))
+    torch.testing.assert_close(layer.attend(query, 0.2), expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+def test_the_operator_has_a_fake_and_a_schema() -> None:
+    from kvbits.attend.triton_op import attend_static
+
+    layer = StaticLayer.of(prefilled("int4", 80), capacity=100)
+    layer.step(*tokens(1, seed=5))
+    query = random(2, 4, 1, 32, seed=9).to(DEVICE)
+    inputs = (query, layer.keys, layer.values, layer.pool, layer.counts, layer.held, None, None)
+    torch.library.opcheck(
+        attend_static,
+        (*inputs, None, str(layer.scheme), 0.2, None),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU")
+def test_a_captured_step_stays_right_while_the_context_grows() -> None:
+    cache = prefilled("kivi4", 80)
+    layer = StaticLayer.of(cache, capacity=160)
+    key, value = tokens(1, seed=5)
+    query = random(2, 6, 1, 32, seed=9).to(DEVICE)
+    layer.attend(query, 0.2)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.step(key, value)
+        out = layer.attend(query, 0.2)
+    for step in range(70):
+        fresh_key, fresh_value = tokens(1, seed=100 + 2 * step)
+        key.copy_(fresh_key), value.copy_(fresh_value)
+        graph.replay()
+        expected = reference.run(Call(query, cache.append(key, value), 0.2))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        layer.advance()
+
+
+@pytest.mark.skipif(not GPU, reason="torch.compile of the step is tested where the kernel compiles")
+def test_a_compiled_step() -> None:
+    layer = StaticLayer.of(prefilled("kivi4", 80), capacity=160)
+    layer.step(*tokens(1, seed=5))
+    query = random(2, 6, 1, 32, seed=9).to(DEVICE)
+    step = torch.compile(lambda query: 2 * layer.attend(query, 0.2), fullgraph=True)
+    torch.testing.assert_close(step(query), 2 * layer.attend(query, 0.2))
+
+
+def test_a_full_layer_says_so() -> None:
+    layer = StaticLayer.of(prefilled("int4", 80), capacity=81)
+    layer.step(*tokens(1, seed=3))
+    layer.advance()
+    with pytest.raises(ValueError, match="the capacity of 81 tokens is full"):
+        layer.advance()
+
+
+def test_what_is_not_finite_is_not_packed() -> None:
+    layer = StaticLayer.of(prefilled("int4", 42), capacity=100)
+    layer.keys[0, 0, 5, 0] = torch.nan
+    layer.step(*tokens(1, seed=3))
+    with pytest.raises(ValueError, match="1 of the keys to be packed are NaN, infinite or above"):
+        layer.advance()
+
+
+def test_too_little_capacity() -> None:
+    with pytest.raises(ValueError, match="holds 80 tokens, more than the capacity of 79"):
+        StaticLayer.of(prefilled("int4", 80), capacity=79)
+
+
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        (lambda: LayerCache(Scheme.parse("int4")), "it is empty: prefill it first"),
+        (lambda: _filled(LayerCache(Scheme.parse("exact"))), "exact packs nothing"),
+        (lambda: _filled(LayerCache(Scheme.parse("int4"), window=9)), "a sliding window"),
+        (lambda: _padded(), "padded rows"),
+        (lambda: _filled(LayerCache(Scheme.parse("k=exact,v=int4"))), "keys: packed blocks of exact elements"),
+        (lambda: _mixed(), "torch.float32 keys and torch.bfloat16 values"),
+        (
+            lambda: prefilled("k=fp8-static,v=int4", 20),
+            "keys: fp8-static has seen no block to take its static scale from",
+        ),
+    ],
+    ids=("empty", "exact", "window", "padded", "exact keys", "two types", "not fitted"),
+)
+def test_what_cannot_have_a_fixed_capacity(cache: object, reason: str) -> None:
+    made = cache()
+    assert why_not(made) == [reason]
+    with pytest.raises(ValueError, match="cannot have a fixed capacity"):
+        StaticLayer.of(made, 100)
+
+
+def _filled(cache: LayerCache) -> LayerCache:
+    cache.append(*tokens(20, seed=1))
+    return cache
+
+
+def _mixed() -> LayerCache:
+    cache = LayerCache(Scheme.parse("int4"))
+    keys, values = tokens(20, seed=1)
+    cache.append(keys, values.bfloat16())
+    return cache
+
+
+def _padded() -> LayerCache:
+    cache = LayerCache(Scheme.parse(f"int4,{SMALL}"))
+    text = torch.ones(2, 20, dtype=torch.bool, device=DEVICE)
+    text[0, :4] = False
+    cache.append(*tokens(20, seed=1), Rows().extend(2, 20, text))
+    return cache
