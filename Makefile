@@ -29,7 +29,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format parity lowest native setup clean
+.PHONY: help demo test lint format parity lowest native triton setup clean
 
 help:
 	@echo "make demo     set up and run the demonstration"
@@ -39,6 +39,7 @@ help:
 	@echo "make parity   compare with other implementations"
 	@echo "make lowest   run some tests on the oldest supported transformers"
 	@echo "make native   run random calls of the C++ kernels under sanitizers for a minute"
+	@echo "make triton   run the tests of the Triton kernels in Triton's interpreter (six minutes)"
 	@echo "make setup    only set up $(VENV), for tests and linters"
 	@echo "make clean    remove the environments and all caches"
 
@@ -71,6 +72,11 @@ native: $(VENV)/.stamp-dev
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake -S native -B build/tests -G Ninja -DKVBITS_MODULE=OFF -DKVBITS_TESTS=ON
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake --build build/tests
 	build/tests/fuzz $(FUZZ_SECONDS)
+
+# Triton's interpreter does not run on the newest NumPy; neither is pinned, since only these tests need them.
+triton: $(VENV)/.stamp-dev
+	@$(PY) -m pip install --quiet $(PIP_FLAGS) 'triton>=3.5,<4' 'numpy<2.4'
+	$(PY) -m pytest $(PYTEST_FLAGS) tests/test_triton.py tests/test_triton_encode.py tests/test_triton_ptx.py tests/test_static.py
 
 setup: $(VENV)/.stamp-dev
 

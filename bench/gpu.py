@@ -39,6 +39,7 @@ from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import Blocks, Record
 
+os.environ[triton_decode.OPT_IN] = "1"
 SCHEMES = ("int4", "kivi4", "int2", "kivi2", "fp8", "int8", "int3", "nf4")
 CHECKED = (
     *SCHEMES, "fp8-static", "nf3", "nf2", "int4-channel", "int8-channel", "int3-channel", "nf4-channel",

@@ -7,6 +7,7 @@ import torch
 
 import kvbits
 import zoo
+from kvbits.attend.triton_decode import OPT_IN
 from kvbits import attend, encode
 from kvbits.hf.run import run
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="whole mod
 @pytest.mark.parametrize("scheme", ("int4", "kivi4"))
 def test_generation_is_that_of_the_reference_kernels(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are packed before and during the steps."""
+    monkeypatch.setenv(OPT_IN, "1")
     model = zoo.build("llama").cuda()
     ids, small = zoo.prompt(tokens=100).cuda(), f"{scheme},residual=6,sinks=2,block=32"
     assert {layer.step for layer in kvbits.explain(model, small).layers} == {"kernel triton"}

@@ -27,6 +27,9 @@ from kvbits.numerics import groups
 from kvbits.store import Record, Slot
 from kvbits.types import Format, Params
 
+OPT_IN = "KVBITS_TRITON"
+"""Environment variable that lets the kernel run on a device, while only the interpreter has shown that it is right."""
+
 OLDEST_TRITON = (3, 5)
 """Earlier compilers refuse tuples of tensors and chains of conditions. It comes with torch 2.9."""
 
@@ -54,6 +57,8 @@ def why_not(call: Call) -> list[str]:
     view, query = call.view, call.query
     if reasons := _why_no_device(query.device):
         return reasons
+    if not _interpreted() and os.environ.get(OPT_IN) != "1":
+        reasons.append(f"it has not been verified on a GPU yet ({OPT_IN}=1 tries it)")
     if query.dtype not in PARTS:
         reasons.append(f"{query.dtype} queries (bfloat16, float16 or float32 run)")
     elif view.keys.dtype != query.dtype or view.values.dtype != query.dtype:
