@@ -7,8 +7,8 @@ import torch
 
 import kvbits
 import zoo
-from kvbits.attend.triton_decode import OPT_IN
 from kvbits import attend, encode
+from kvbits.attend.triton_decode import OPT_IN
 from kvbits.hf.run import run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="whole models need a GPU")
