@@ -141,6 +141,36 @@ class LayerCache:
         self._slide()
         return view
 
+    def step(self, keys: torch.Tensor, values: torch.Tensor, rows: Rows) -> bool:
+        """The short way of most decode steps: append where nothing has to be packed, moved or refused.
+
+        A step of a small model is so short that the steps of :meth:`append` count.
+
+        Returns:
+            False, and nothing has changed, where only :meth:`append` will do.
+        """
+        kept, other = self.keys, self.values
+        if kept is None or other is None or rows.valid is not None or self.window is not None:
+            return False
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or kept.is_inference():
+            return False
+        held, added = self.held[0], keys.shape[2]
+        total = held + added
+        if total > kept.shape[2] or values.shape[2] != added or not (_alike(keys, kept) and _alike(values, other)):
+            return False
+        if self._packable(total) or rows.columns != self.columns + added:
+            return False
+        kept.narrow(2, held, added).copy_(keys)
+        other.narrow(2, held, added).copy_(values)
+        self.rows, self.held = rows, [total] * len(self.held)
+        return True
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The exact buffers, uncopied, where nothing is packed or padded: ``[B, H, T, D]`` each."""
+        assert self.keys is not None and self.values is not None
+        held = self.held[0]
+        return self.keys.narrow(2, 0, held), self.values.narrow(2, 0, held)
+
     def _packable(self, tokens: int) -> int:
         """Blocks to pack when a row holds ``tokens`` exact ones."""
         if self.scheme.residual is None:
@@ -487,6 +517,12 @@ class LayerCache:
         if self.keys.shape[2] > max(self._most_exact(), tokens + tokens // 4 + 64):
             room = max(self._most_exact(), tokens + tokens // 8 + 8)
             self.keys, self.values = self.keys[:, :, :room].clone(), self.values[:, :, :room].clone()
+
+
+def _alike(new: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether new tokens fit a buffer in all but their number."""
+    fits = new.ndim == 4 and new.shape[:2] == buffer.shape[:2] and new.shape[3] == buffer.shape[3]
+    return fits and new.dtype == buffer.dtype and new.device == buffer.device
 
 
 def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:

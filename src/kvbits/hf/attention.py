@@ -160,7 +160,10 @@ def _over_packed(
     pair.trace.outcome = f"kernel {kernel.name}"
     if pair.trace.asked:
         pair.trace.kernels = explain(call)
-    with torch.no_grad(), without_autocast():
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type):
+        with torch.no_grad(), without_autocast():
+            out = kernel.run(call)
+    else:
         out = kernel.run(call)
     if torch.is_grad_enabled() and (query.requires_grad or pair.ends_gradients):
         out = end_of_gradients(out)

@@ -146,11 +146,15 @@ class PackedLayer(CacheLayerMixin):
             )
         before, (batch, _, added, _) = self.core.columns, key_states.shape
         rows = self.columns.advance(before, batch, added)
-        undo = self.core.before()
-        view = self.core.append(key_states, value_states, rows)
-        # Until the forward ends. Where nothing was packed, undoing needs no buffer, and an outgrown one may go.
-        cut = view.blocks.counts != tuple(self.core.store.counts)  # type: ignore[union-attr]
-        self.before = undo if cut or undo.keys is None else undo._replace(keys=self.core.keys, values=self.core.values)
+        undo, view = self.core.before(), None
+        if self.core.step(key_states, value_states, rows):
+            self.before = undo
+        else:
+            view = self.core.append(key_states, value_states, rows)
+            # Until the forward ends. Where nothing was packed, undoing needs no buffer, and an outgrown one may go.
+            cut = view.blocks.counts != tuple(self.core.store.counts)  # type: ignore[union-attr]
+            grown = not cut and undo.keys is not None
+            self.before = undo._replace(keys=self.core.keys, values=self.core.values) if grown else undo
         self._forward, self.is_initialized = self.columns.forward, True
         self.trace.outcome = "stock"
         if torch.is_grad_enabled():
@@ -158,6 +162,10 @@ class PackedLayer(CacheLayerMixin):
         if before == 0:
             return key_states, value_states  # attention over a prompt uses the exact K and V it has just computed
         ends = self.swallowed and torch.is_grad_enabled()
+        if view is None and not any(self.core.store.counts):  # type: ignore[union-attr]
+            keys, values = self.core.exact()
+            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
+        view = self.core.view() if view is None else view
         if view.blocks.longest == 0:
             keys, values = view.dense()
             return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
