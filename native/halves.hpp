@@ -90,5 +90,37 @@ struct IntegerLevels {
     float offset(const Halves& x) const { return base * x.total + unit * middle * x.rest; }
 };
 
+// Sums of the products of codes with the halves of N rows, exact, in each lane.
+template <class I, int N, int PLANES, bool TABLE> struct IntegerSums {
+    typename I::i32 top[N] = {}, bottom[N] = {};
+
+    // Four codes in each lane, times the factors of every row from byte `at` on.
+    void add(typename I::u32 codes, const uint8_t* const* high, const uint8_t* const* low, int at, const IntegerLevels& levels) {
+        using i32 = typename I::i32;
+        [[maybe_unused]] i32 level_high{}, level_low{};
+        if constexpr (TABLE) {
+            level_high = (i32)I::lookup(codes, levels.high);
+            level_low = (i32)I::lookup(codes, levels.low);
+        }
+        for (int n = 0; n < N; ++n) {
+            const i32 h = splat<i32>(load<int32_t>(high[n] + at)), l = splat<i32>(load<int32_t>(low[n] + at));
+            if constexpr (TABLE) {  // the product of both low bytes is below the accuracy
+                top[n] = I::template dot<true>(top[n], level_high, h);
+                bottom[n] = I::template dot<true>(bottom[n], level_high, l);
+                bottom[n] = I::template dot<true>(bottom[n], level_low, h);
+            } else {
+                top[n] = I::template dot<PLANES == 0>(top[n], (i32)codes, h);
+                bottom[n] = I::template dot<PLANES == 0>(bottom[n], (i32)codes, l);
+            }
+        }
+    }
+
+    typename I::f32 value(int n) const {
+        using f32 = typename I::f32;
+        const f32 t = __builtin_convertvector(top[n], f32), b = __builtin_convertvector(bottom[n], f32);
+        return TABLE ? t * 65536.0f + b * 256.0f : t * 256.0f + b;
+    }
+};
+
 }  // namespace
 }  // namespace kvbits

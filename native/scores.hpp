@@ -13,17 +13,13 @@ constexpr int most_rows = 4;  // query rows that share the codes in registers
 template <class I, int N, int PLANES, bool TABLE>
 KVBITS_STAGE void integer_dots(const Tiles& tiles, int first_tile, int count, int first, int last, const uint8_t* const* high,
                          const uint8_t* const* low, const IntegerLevels& levels, float* const* out) {
-    using i32 = typename I::i32;
-    using u32 = typename I::u32;
-    using f32 = typename I::f32;
     constexpr int M = N >= 3 ? 1 : N == 2 ? 2 : 4;  // vectors at a time: enough independent sums to hide latency
     constexpr int parts = 16 / I::W;
-    constexpr bool full = PLANES == 0 || TABLE;
     const int vectors = count * parts;
     for (int v = 0; v < vectors; v += M) {
         const int here = vectors - v < M ? vectors - v : M;
         tiles.fetch(first_tile * parts + v, here, tiles.tiles * parts);
-        i32 top[M][N] = {}, bottom[M][N] = {};
+        IntegerSums<I, N, PLANES, TABLE> sums[M];
         Tile tile[M];
         for (int m = 0; m < M; ++m) {
             const int vector = v + (m < here ? m : 0);
@@ -32,32 +28,11 @@ KVBITS_STAGE void integer_dots(const Tiles& tiles, int first_tile, int count, in
             if constexpr (PLANES == 2) tile[m].at_top += vector % parts * I::W;
         }
         for (int d = first; d < last; ++d) {
-            for (int m = 0; m < M; ++m) {
-                const u32 codes = codes_of<I, PLANES>(tile[m], 16 * d, tiles.mask);
-                [[maybe_unused]] u32 level_high{}, level_low{};
-                if constexpr (TABLE) {
-                    level_high = I::lookup(codes, levels.high);
-                    level_low = I::lookup(codes, levels.low);
-                }
-                for (int n = 0; n < N; ++n) {
-                    const i32 h = splat<i32>(load<int32_t>(high[n] + 4 * (d - first)));
-                    const i32 l = splat<i32>(load<int32_t>(low[n] + 4 * (d - first)));
-                    if constexpr (TABLE) {  // the product of both low bytes is below the accuracy
-                        top[m][n] = I::template dot<true>(top[m][n], (i32)level_high, h);
-                        bottom[m][n] = I::template dot<true>(bottom[m][n], (i32)level_high, l);
-                        bottom[m][n] = I::template dot<true>(bottom[m][n], (i32)level_low, h);
-                    } else {
-                        top[m][n] = I::template dot<full>(top[m][n], (i32)codes, h);
-                        bottom[m][n] = I::template dot<full>(bottom[m][n], (i32)codes, l);
-                    }
-                }
-            }
+            for (int m = 0; m < M; ++m)
+                sums[m].add(codes_of<I, PLANES>(tile[m], 16 * d, tiles.mask), high, low, 4 * (d - first), levels);
         }
         for (int m = 0; m < here; ++m)
-            for (int n = 0; n < N; ++n) {
-                const f32 t = __builtin_convertvector(top[m][n], f32), b = __builtin_convertvector(bottom[m][n], f32);
-                store(out[n] + (v + m) * I::W, TABLE ? t * 65536.0f + b * 256.0f : t * 256.0f + b);
-            }
+            for (int n = 0; n < N; ++n) store(out[n] + (v + m) * I::W, sums[m].value(n));
     }
 }
 

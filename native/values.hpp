@@ -11,40 +11,15 @@ namespace {
 template <class I, int N, int M, int PLANES, bool TABLE, class F>
 KVBITS_STAGE void integer_sums(const Tiles& tiles, int first, int last, int word, const uint8_t* const* high, const uint8_t* const* low,
                          const IntegerLevels& levels, F&& f) {
-    using i32 = typename I::i32;
-    using u32 = typename I::u32;
-    using f32 = typename I::f32;
-    constexpr bool full = PLANES == 0 || TABLE;
     tiles.fetch(word / I::W, M, tiles.words / I::W);
-    i32 top[M][N] = {}, bottom[M][N] = {};
+    IntegerSums<I, N, PLANES, TABLE> sums[M];
     for (int t = first; t < last; ++t) {
         const Tile tile = tiles[t];
-        for (int m = 0; m < M; ++m) {
-            const u32 codes = codes_of<I, PLANES>(tile, word + m * I::W, tiles.mask);
-            [[maybe_unused]] u32 level_high{}, level_low{};
-            if constexpr (TABLE) {
-                level_high = I::lookup(codes, levels.high);
-                level_low = I::lookup(codes, levels.low);
-            }
-            for (int n = 0; n < N; ++n) {
-                const i32 h = splat<i32>(load<int32_t>(high[n] + 4 * (t - first)));
-                const i32 l = splat<i32>(load<int32_t>(low[n] + 4 * (t - first)));
-                if constexpr (TABLE) {
-                    top[m][n] = I::template dot<true>(top[m][n], (i32)level_high, h);
-                    bottom[m][n] = I::template dot<true>(bottom[m][n], (i32)level_high, l);
-                    bottom[m][n] = I::template dot<true>(bottom[m][n], (i32)level_low, h);
-                } else {
-                    top[m][n] = I::template dot<full>(top[m][n], (i32)codes, h);
-                    bottom[m][n] = I::template dot<full>(bottom[m][n], (i32)codes, l);
-                }
-            }
-        }
+        for (int m = 0; m < M; ++m)
+            sums[m].add(codes_of<I, PLANES>(tile, word + m * I::W, tiles.mask), high, low, 4 * (t - first), levels);
     }
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) {
-            const f32 t = __builtin_convertvector(top[m][n], f32), b = __builtin_convertvector(bottom[m][n], f32);
-            f(m, n, TABLE ? t * 65536.0f + b * 256.0f : t * 256.0f + b);
-        }
+        for (int n = 0; n < N; ++n) f(m, n, sums[m].value(n));
 }
 
 // The same for channels begin .. end - 1; f(channel, n, sum) gets W lanes from `channel` on, some perhaps outside.
