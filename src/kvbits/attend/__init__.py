@@ -31,8 +31,8 @@ class Kernel:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("triton", triton_decode.why_not, triton_decode.run),
     Kernel("native", native.why_not, native.run),
+    Kernel("triton", triton_decode.why_not, triton_decode.run),
     Kernel("reference", reference.why_not, reference.run),
 )
 
