@@ -301,7 +301,8 @@ def attention_speed() -> str:
     first = data["rows"][0]
     what = (
         f"One layer, one query token, {first['tokens']:,} tokens, head_dim {first['head_dim']}, {first['kernel']}; "
-        f"`read` is of the {bandwidth / 1e9:.1f} GB/s that a plain sum reads in the same run."
+        f"`read` is of the {bandwidth / 1e9:.1f} GB/s that a plain sum reads in the same run. `+pre-rope` (keys stored "
+        "before the rotary embedding) and `+outliers` (1 %) are formats that no scheme uses yet."
     )
     return f"{table(head, rows, right=(2, 3, 4, 5, 6, 7))}\n\n{measured_on(data, what)}"
 

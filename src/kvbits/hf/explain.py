@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from kvbits.hf.attach import attached, cache_for, cache_name, disable, refuse_unless_served
 from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import PackedLayer
+from kvbits.library import instruction_set
 from kvbits.scheme import Scheme
 
 PROBE_STEPS = 1
@@ -131,7 +132,10 @@ def _special_tokens(config: Mapping[Any, Any]) -> set[int]:
 def _why(model: PreTrainedModel, step: str, kernels: list[str]) -> str:
     if step.startswith("kernel"):
         passed_over = itertools.takewhile(lambda line: not line.endswith(": runs"), kernels)
-        return "; ".join(["attention straight from the packed blocks", *(f"not {line}" for line in passed_over)])
+        where = f", {instruction_set()}" if step == "kernel native" else ""
+        return "; ".join(
+            [f"attention straight from the packed blocks{where}", *(f"not {line}" for line in passed_over)]
+        )
     if step == "stock":
         return "this scheme packs nothing: attention over the exact buffer"
     if not model._can_set_attn_implementation():
