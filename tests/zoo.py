@@ -56,7 +56,7 @@ _MLA_EXPERTS = dict(
     moe_intermediate_size=32,
 )  # fmt: skip
 _WINDOW_AND_FULL = ["sliding_attention", "full_attention"]
-_KERNEL, _DECODED = frozenset({RUNS}), frozenset({"decoded"})
+_KERNEL, _DECODED, _REFERENCE = frozenset({RUNS}), frozenset({"decoded"}), frozenset({"kernel reference"})
 _EXPERTS = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
 _ENCODER_DECODER = dict(d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=6,
                         decoder_attention_heads=6, encoder_ffn_dim=64, decoder_ffn_dim=64)  # fmt: skip
@@ -156,8 +156,9 @@ FAMILIES: dict[str, Family] = {
     "bart-decoder": Family("BartConfig", {**_ENCODER_DECODER, "is_decoder": True, "is_encoder_decoder": False}),
     "bert-decoder": Family("BertConfig", {**_GPT, "is_decoder": True}),
     # multi-head latent attention
-    "deepseek-v2": Family("DeepseekV2Config", {**_MLA, **_MLA_EXPERTS}, _DECODED, lowest=(_KERNEL, 0)),
-    "deepseek-v3": Family("DeepseekV3Config", {**_MLA, **_MLA_EXPERTS}, _DECODED, lowest=(_KERNEL, 0)),
+    # On early releases attention sees keys and values of their own, here with 12 channels: no multiple of 8.
+    "deepseek-v2": Family("DeepseekV2Config", {**_MLA, **_MLA_EXPERTS}, _DECODED, lowest=(_REFERENCE, 0)),
+    "deepseek-v3": Family("DeepseekV3Config", {**_MLA, **_MLA_EXPERTS}, _DECODED, lowest=(_REFERENCE, 0)),
     "minicpm3": Family("MiniCPM3Config", _MLA, _DECODED),
     # linear attention and state spaces beside attention
     "qwen3-next": Family(
