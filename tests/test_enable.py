@@ -509,7 +509,8 @@ if {what == "config"}:
 with torch.no_grad():
     logits = thing(ids).logits
 assert logits.shape == right.shape
-assert {what == "config"} or torch.allclose(logits, right, atol=1e-4)
+if {what == "model"}:  # a config alone makes other weights
+    assert torch.allclose(logits, right, atol=1e-4)
 print("done")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)

@@ -491,9 +491,9 @@ def test_without_triton_or_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert explain(call)[1] == "triton: tensors on cpu (CUDA and ROCm GPUs run)"
     assert choose(call).name == "reference"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton_decode, "_triton_version", lambda: None)
+    monkeypatch.setattr("kvbits.library.triton_version", lambda: None)
     assert explain(call)[1] == "triton: triton is not installed"
-    monkeypatch.setattr(triton_decode, "_triton_version", lambda: "3.4.0")
+    monkeypatch.setattr("kvbits.library.triton_version", lambda: "3.4.0")
     assert explain(call)[1] == "triton: triton 3.4.0 (3.5 and later run)"
     torch.testing.assert_close(choose(call).run(call), reference.run(call))
 

@@ -56,3 +56,21 @@ def decode(
     zero: torch.Tensor | None,
     /,
 ) -> None: ...
+def encode(
+    isa: int,
+    threads: int,
+    x: torch.Tensor,
+    choice: int,
+    levels: int,
+    per: int,
+    bits: int,
+    length: int,
+    codes: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    edges: Sequence[float],
+    static_scale: float,
+    limit: float,
+    /,
+) -> tuple[int, float]: ...
+def count_unsound(threads: int, x: torch.Tensor, limit: float, /) -> int: ...

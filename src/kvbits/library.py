@@ -1,12 +1,13 @@
-"""Floor 2: the compiled module ``kvbits._native``, for the attention kernels and the encoders alike.
+"""Floor 2: what attention kernels and encoders both stand on: the compiled module ``kvbits._native``, and Triton.
 
-It is told of formats in numbers: places in the tuples here, which are the enums of ``native/format.hpp``.
+The module is told of formats in numbers: places in the tuples here, which are the enums of ``native/format.hpp``.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import os
 from types import ModuleType
 
@@ -14,6 +15,9 @@ import torch
 
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool, torch.uint16)
 LEVELS = ("uniform", "table", "e4m3", "exact")
+OLDEST_TRITON = (3, 5)
+"""Earlier compilers refuse tuples of tensors and chains of conditions. It comes with torch 2.9."""
+
 PER = ("token", "channel", "layer", "element")
 
 
@@ -43,3 +47,29 @@ def instruction_set() -> str | None:
     """The instruction set that the kernel uses here, such as ``avx512``; None where it is not built."""
     module, _, name = library()
     return name if module else None
+
+
+@functools.cache
+def triton_version() -> str | None:
+    """The installed release, or None. Read from its metadata: importing it would take a second."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def interpreted() -> bool:
+    """Whether Triton was told to interpret its kernels, which it then does on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_no_triton(device: torch.device) -> list[str]:
+    """Reasons against Triton's kernels for tensors on ``device``: the device, no Triton, or one too old."""
+    if device.type != "cuda" and not interpreted():
+        return [f"tensors on {device.type} (CUDA and ROCm GPUs run)"]
+    version = triton_version()
+    if version is None:
+        return ["triton is not installed"]
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
+        return [f"triton {version} (3.5 and later run)"]
+    return []

@@ -11,7 +11,6 @@ captured in a CUDA graph. Batches whose rows hold different numbers of blocks co
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import math
 import os
 from dataclasses import asdict, dataclass, replace
@@ -23,15 +22,13 @@ from kvbits.attend.call import Call
 from kvbits.attend.transform import Transform
 from kvbits.attend.triton_tuning import Tuning, tuning_for
 from kvbits.codecs import Codec
+from kvbits.library import interpreted, why_no_triton
 from kvbits.numerics import groups
 from kvbits.store import Record, Slot
 from kvbits.types import Format, Params
 
 OPT_IN = "KVBITS_TRITON"
 """Environment variable that lets the kernel run on a device, while only the interpreter has shown that it is right."""
-
-OLDEST_TRITON = (3, 5)
-"""Earlier compilers refuse tuples of tensors and chains of conditions. It comes with torch 2.9."""
 
 MOST_CHANNELS = 512
 MOST_COLUMNS = 128
@@ -55,9 +52,9 @@ _TOKEN, _CHANNEL, _LAYER, _STATIC = range(4)
 def why_not(call: Call) -> list[str]:
     """Reasons against: no Triton, no GPU, or what the kernel does not do."""
     view, query = call.view, call.query
-    if reasons := _why_no_device(query.device):
+    if reasons := why_no_triton(query.device):
         return reasons
-    if not _interpreted() and os.environ.get(OPT_IN) != "1":
+    if not interpreted() and os.environ.get(OPT_IN) != "1":
         reasons.append(f"it has not been verified on a GPU yet ({OPT_IN}=1 tries it)")
     if query.dtype not in PARTS:
         reasons.append(f"{query.dtype} queries (bfloat16, float16 or float32 run)")
@@ -72,35 +69,6 @@ def why_not(call: Call) -> list[str]:
         if transform.rope is not None and transform.rotation is not None:
             reasons.append(f"{side}: rotated before the rotary embedding")
     return reasons
-
-
-def _why_no_device(device: torch.device) -> list[str]:
-    if device.type != "cuda" and not _interpreted():
-        return [f"tensors on {device.type} (CUDA and ROCm GPUs run)"]
-    return _why_no_triton()
-
-
-@functools.cache
-def _triton_version() -> str | None:
-    """The installed release, or None. Read from its metadata: importing it would take a second."""
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _why_no_triton() -> list[str]:
-    version = _triton_version()
-    if version is None:
-        return ["triton is not installed"]
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
-        return [f"triton {version} (3.5 and later run)"]
-    return []
-
-
-def _interpreted() -> bool:
-    """Whether Triton was told to interpret its kernels, which it then does on a CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_not_format(form: Format, channels: int) -> list[str]:

@@ -8,39 +8,23 @@ Triton is imported when a block is encoded, not before.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import os
 
 import torch
 
 from kvbits.codecs import Affine, Codec, Fp8, NormalFloat
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
+from kvbits.library import why_no_triton
 from kvbits.numerics import groups
 from kvbits.types import Packed, Params
 
-OLDEST_TRITON = (3, 5)
 MOST_CHANNELS = 512
 _UNIFORM, _TABLE, _E4M3 = range(3)
 
 
-@functools.cache
-def _triton_version() -> str | None:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
     """Reasons against encoding blocks ``x [..., T, D]`` here; empty where :func:`run` does."""
-    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return [f"tensors on {x.device.type} (CUDA and ROCm GPUs run)"]
-    version = _triton_version()
-    if version is None:
-        return ["triton is not installed"]
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
-        return [f"triton {version} (3.5 and later run)"]
-    reasons = []
+    if reasons := why_no_triton(x.device):
+        return reasons
     if type(codec) not in (Affine, NormalFloat, Fp8):
         reasons.append(f"{codec} (int, nf and fp8 run)")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
