@@ -31,6 +31,7 @@ FLOORS = {
     "kvbits.library": 2.2,
     "kvbits.attend": 3,
     "kvbits.encode": 3,
+    "kvbits.rotary": 3.1,
     "kvbits.cache": 4,
     "kvbits.static": 4.1,
     "kvbits.hf": 5,

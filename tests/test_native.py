@@ -251,7 +251,7 @@ class WithOutliers(Unspelled):
     def table(self, params: Params) -> torch.Tensor | None:
         return self.dense.table(params)
 
-    def fit(self, samples: torch.Tensor) -> Params:
+    def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
         return self.dense.fit(samples)
 
     def encode(self, x: torch.Tensor, params: Params) -> Packed:
@@ -286,7 +286,7 @@ class PerChannel(Unspelled):
     def table(self, params: Params) -> torch.Tensor | None:
         return params["table"] if self.levels == "table" else None
 
-    def fit(self, samples: torch.Tensor) -> Params:
+    def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
         low, high = samples.float().amin((0, 2)), samples.float().amax((0, 2))  # [H, D]
         levels = self.all_levels()
         scale = (high - low) / (levels[-1] - levels[0])
@@ -330,7 +330,7 @@ class Learned(Grouped):
     def table(self, params: Params) -> torch.Tensor | None:
         return params["table"]
 
-    def fit(self, samples: torch.Tensor) -> Params:
+    def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
         return {"table": uneven(self.bits)}
 
     def encode(self, x: torch.Tensor, params: Params) -> Packed:
@@ -417,7 +417,7 @@ class Claims(Exact):
     def table(self, params: Params) -> torch.Tensor | None:
         return torch.linspace(-1, 1, 2**self.claimed.bits) if self.claimed.levels == "table" else None
 
-    def fit(self, samples: torch.Tensor) -> Params:
+    def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
         return {"scale": torch.ones(()), "zero": torch.zeros(())}
 
 

@@ -8,8 +8,17 @@ One :class:`Rows` is shared by all layers of a cache and replaced, never changed
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
+
+
+class Run(NamedTuple):
+    """Own tokens from ``token`` on are at positions ``position, position + 1, ...``, rotated as in ``epoch``."""
+
+    token: int
+    position: int
+    epoch: int = 0
 
 
 class Rows:
@@ -19,12 +28,29 @@ class Rows:
         batch: rows; 0 before the first call.
         columns: columns seen so far, padding included.
         valid: bool ``[batch, columns]``, True for text, or None where there is no padding at all.
+        runs: where the positions of each row's own tokens run on by one, or None where token ``j`` of every row is
+            at position ``j``.
     """
 
-    def __init__(self, batch: int = 0, columns: int = 0, valid: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        batch: int = 0,
+        columns: int = 0,
+        valid: torch.Tensor | None = None,
+        runs: tuple[tuple[Run, ...], ...] | None = None,
+    ) -> None:
         self.batch = batch
         self.columns = columns
         self.valid = valid
+        self.runs = runs
+
+    def positions(self, row: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and epochs (see :mod:`kvbits.rotary`) of own ``tokens`` (int64, ascending) of one row."""
+        if self.runs is None:
+            return tokens, torch.zeros_like(tokens)
+        token, position, epoch = (torch.tensor(column) for column in zip(*self.runs[row], strict=True))
+        run = torch.bucketize(tokens, token, right=True).sub_(1).clamp_(min=0)
+        return position[run] + tokens - token[run], epoch[run]
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ Packed: TypeAlias = dict[str, torch.Tensor]
 """One tensor per :class:`Part`, each ``[..., *part.shape]`` with the same leading dimensions."""
 
 Params: TypeAlias = dict[str, torch.Tensor]
-"""What a codec learned for one layer and tensor (static scales); empty for most codecs."""
+"""What a codec learned for one layer and tensor (static scales, tables); empty for most codecs."""
 
 Role: TypeAlias = Literal["codes", "scales", "zeros", "outliers"]
 
@@ -57,8 +57,9 @@ class Format:
         group: elements per group along that direction; 0 where there is no group: ``channel`` then means one static
             scale (and zero) per channel, in the params ``[H, D]``, and ``token`` one per token and head.
         zero: whether there is a zero beside each scale.
-        outliers: entries of the sparse part of a block, added to its decoded dense part: ``outlier_index`` (uint16,
-            ``token * D + channel``, ascending) and ``outlier_value`` (bfloat16). Unused entries are (0, 0).
+        outliers: whether a block has a sparse part, added to its decoded dense part: ``outlier_index`` (uint16,
+            ``token * D + channel``, ascending) and ``outlier_value`` (bfloat16), as many as its parts hold. Unused
+            entries are (0, 0).
     """
 
     bits: int
@@ -66,7 +67,7 @@ class Format:
     per: Literal["token", "channel", "layer", "element"]
     group: int
     zero: bool
-    outliers: int = 0
+    outliers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

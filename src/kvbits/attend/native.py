@@ -36,8 +36,8 @@ def why_not(call: Call) -> list[str]:
     reasons = why_not_view(call.view)
     if call.query.dtype not in _FLOATS:
         reasons.append(f"{call.query.dtype} is computed in full only by the reference")
-    if call.view.key_transform.rotation is not None and call.view.key_transform.rope is not None:
-        reasons.append("keys are rotated and stored before the rotary embedding")
+    if call.view.key_transform.rope is not None:
+        reasons.append("keys are stored before the rotary embedding")
     if call.view.value_transform.rope is not None:
         reasons.append("values have a rotary embedding")
     return reasons
@@ -181,7 +181,7 @@ def side_of(codec: Codec, slots: tuple[Slot, ...], params: Params, tokens: int) 
         "groups": -(-across // length) if length else 0,
         "zero": form.zero,
         "fixed": fixed,
-        "outliers": form.outliers,
+        "outliers": at["outlier_index"].part.shape[0] if form.outliers else 0,
         "table": [] if table is None else table.tolist(),
         "codes": at["codes"].offset,
         "scale": at["scale"].offset if "scale" in at else -1,
@@ -209,14 +209,8 @@ def _transforms(view: KVView, query: torch.Tensor) -> tuple[torch.Tensor | None,
     key_mean, rotation, value_mean, value_rotation = (
         None if x is None else x.float().contiguous() for x in (key.mean, key.rotation, value.mean, value.rotation)
     )
-    cos = sin = None
-    if key.rope is not None:
-        cos, sin = _lines(key.rope.cos), _lines(key.rope.sin)
-        if cos.stride() != sin.stride():
-            cos, sin = cos.contiguous(), sin.contiguous()
     rotated = None if rotation is None else query.float() @ rotation
-    interleaved = key.rope is not None and key.rope.interleaved
-    return rotated, (key_mean, value_mean, value_rotation, cos, sin, interleaved)
+    return rotated, (key_mean, value_mean, value_rotation, None, None, False)
 
 
 def decode(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,9 @@
 """``Transform``: what was done to keys or values before they were encoded, and is undone behind the decoder.
 
-Packed is ``(unrotate(x) - mean) @ rotation``; decoding gives back ``rotate(packed @ rotation^T + mean)``. Kernels fold
-most of it into the query and into the output, and never touch a packed element twice for it. The exact tokens of a
-view are never transformed.
+Packed is ``(unrotate(x) - mean) @ rotation``; decoding gives back ``rotate(packed @ rotation^T + mean)``. Where the
+rotary embedding was taken off the mean alone, packed is ``(x - rotate(mean)) @ rotation``. Kernels fold most of it
+into the query and into the output, and never touch a packed element twice for it. The exact tokens of a view are
+never transformed.
 """
 
 from __future__ import annotations
@@ -16,16 +17,28 @@ from kvbits.numerics import rope
 
 @dataclass(frozen=True)
 class Rope:
-    """Angles of a row's own tokens, for keys that are stored as they were before the rotary embedding.
+    """Rotary angles of packed keys: where each block begins, and how much further each token of a block is turned.
+
+    Token ``m`` of block ``n`` is turned by ``base[n] + step[m]``, so no angle is stored for each token.
 
     Attributes:
-        cos, sin: float32 ``[B or 1, own tokens, R/2]``; row ``j`` belongs to own token ``j``, sinks included.
+        base_cos, base_sin: float32 ``[B or 1, N, R/2]``, of the first token of each packed block.
+        step_cos, step_sin: float32 ``[tokens of a block, R/2]``; row 0 is no turn.
         interleaved: which channels make a pair; see :mod:`kvbits.numerics.rope`.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    base_cos: torch.Tensor
+    base_sin: torch.Tensor
+    step_cos: torch.Tensor
+    step_sin: torch.Tensor
     interleaved: bool = False
+
+    def angles(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the tokens of blocks ``first .. last - 1``: ``[B or 1, n * tokens, R/2]`` each."""
+        base_cos, base_sin = (x[:, first:last, None] for x in (self.base_cos, self.base_sin))
+        cos = base_cos * self.step_cos - base_sin * self.step_sin
+        sin = base_sin * self.step_cos + base_cos * self.step_sin
+        return cos.flatten(1, 2), sin.flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -33,23 +46,48 @@ class Transform:
     """See the module's docstring.
 
     Attributes:
-        mean: float32 ``[H, D]``, subtracted before everything else but the rotary embedding.
+        mean: float32 ``[H, D]``, subtracted before the rotation.
         rotation: float32 orthogonal ``[D, D]``.
         rope: keys only.
+        whole: the rotary embedding was taken off the whole key; else off its mean alone.
     """
 
     mean: torch.Tensor | None = None
     rotation: torch.Tensor | None = None
     rope: Rope | None = None
+    whole: bool = True
+
+    def apply(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        """Exact blocks ``x [B, H, t, D]``, the first of them block ``first``, as they are encoded: float32."""
+        x = x.float()
+        turn = None if self.rope is None else self._turn(first, x)
+        if self.rope is not None and turn is not None and self.whole:
+            x = rope.unrotate(x, *turn, self.rope.interleaved)
+        if self.mean is not None:
+            x = x - self._mean(x, turn)
+        return x if self.rotation is None else x @ self.rotation
 
     def undo(self, x: torch.Tensor, first: int) -> torch.Tensor:
-        """Decoded blocks ``x [B, H, t, D]``, whose own tokens begin at ``first``, as attention sees them."""
+        """Decoded blocks ``x [B, H, t, D]``, the first of them block ``first``, as attention sees them."""
+        turn = None if self.rope is None else self._turn(first, x)
         if self.rotation is not None:
             x = x @ self.rotation.to(x.dtype).t()
         if self.mean is not None:
-            x = x + self.mean.to(x.dtype)[:, None]
-        if self.rope is not None:
-            tokens = slice(first, first + x.shape[2])
-            cos, sin = (angle[:, None, tokens].to(x.dtype) for angle in (self.rope.cos, self.rope.sin))
-            x = rope.rotate(x, cos, sin, self.rope.interleaved)
+            x = x + self._mean(x, turn)
+        if self.rope is not None and turn is not None and self.whole:
+            x = rope.rotate(x, *turn, self.rope.interleaved)
         return x
+
+    def _turn(self, first: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.rope is not None
+        last = first + x.shape[2] // self.rope.step_cos.shape[0]
+        cos, sin = self.rope.angles(first, last)
+        return cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+
+    def _mean(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """What is subtracted: ``[H, 1, D]``, or ``[B or 1, H, t, D]`` where it turns."""
+        assert self.mean is not None
+        mean = self.mean.to(x.dtype)[:, None]
+        if self.rope is None or turn is None or self.whole:
+            return mean
+        return rope.rotate(mean.expand(-1, x.shape[2], -1), *turn, self.rope.interleaved)

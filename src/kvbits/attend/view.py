@@ -65,7 +65,7 @@ class KVView:
         block = self.blocks.record.tokens
         token = torch.arange(first * block, last * block, device=device)
         counts = torch.tensor(self.blocks.counts, device=device)[:, None] * block
-        return token + self._first_token(0), token < counts
+        return token + self.sinks + self.dropped, token < counts
 
     def exact_tokens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Own token numbers of the exact slots, and which rows really have them: int64 and bool ``[B, L]``."""
@@ -98,10 +98,9 @@ class KVView:
     def decode(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks ``first .. last - 1`` of all rows decoded: ``[B, H, n * block, Dk]`` and ``[B, H, n * block, Dv]``."""
         keys, values = self.blocks.read(first, last)
-        token = self._first_token(first)
         return (
-            self.key_transform.undo(self.scheme.key.decode(keys, self.key_params).flatten(2, 3), token),
-            self.value_transform.undo(self.scheme.value.decode(values, self.value_params).flatten(2, 3), token),
+            self.key_transform.undo(self.scheme.key.decode(keys, self.key_params).flatten(2, 3), first),
+            self.value_transform.undo(self.scheme.value.decode(values, self.value_params).flatten(2, 3), first),
         )
 
     def decode_into(self, keys: torch.Tensor, values: torch.Tensor, first: int, last: int) -> None:
@@ -114,11 +113,7 @@ class KVView:
         ):
             codec.decode_into(out.unflatten(2, (-1, block)), packed, params)
             if transform is not _NO_TRANSFORM:
-                out.copy_(transform.undo(out, self._first_token(first)))
-
-    def _first_token(self, block: int) -> int:
-        """Own token number that a packed block begins with."""
-        return self.sinks + self.dropped + block * self.blocks.record.tokens
+                out.copy_(transform.undo(out, first))
 
     def _in_columns(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Own tokens ``[B, H, L, D]`` and ``[B, H, N * block, D]`` put where the model's columns are."""

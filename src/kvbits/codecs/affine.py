@@ -9,11 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from kvbits.codecs.grouped import Grouped, grouped_pattern
-from kvbits.numerics import affine, groups
-from kvbits.types import Packed, Params
 
 
 @dataclass(frozen=True)
@@ -22,11 +18,8 @@ class Affine(Grouped):
 
     name: ClassVar[str] = "int"
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
-    pattern = grouped_pattern("int", allowed_bits)
-    examples = ("int8", "int4", "int3", "int2", "int4-gs32", "int4-gs128", "int2-channel", "int4-channel-gs128")
-
-    def encode(self, x: torch.Tensor, params: Params) -> Packed:
-        grouped, dim = groups.split(x.float(), self.per, self.group)
-        scale, zero = affine.choose_qparams(grouped, dim, 0, 2**self.bits - 1)
-        codes = affine.quantize(grouped, scale, zero, self.bits)
-        return self.pack(codes, scale, zero, dim, x.shape[-1])
+    pattern = grouped_pattern("int", allowed_bits, "-channel|-static|-calibrated")
+    examples = (
+        "int8", "int4", "int3", "int2", "int4-gs32", "int4-gs128", "int2-channel", "int4-channel-gs128",
+        "int4-static", "int3-calibrated", "int4-1%", "int3-channel-gs128-0.5%", "int2-static-2%",
+    )  # fmt: skip

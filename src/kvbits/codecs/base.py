@@ -17,7 +17,8 @@ class Codec(ABC):
     """A method that turns blocks of exact K or V into few bits and back. Stateless and frozen.
 
     Every verb takes leading dimensions of any number and size; a *block* is the last two, ``[T, D]``. Blocks, heads
-    and rows are encoded independently of each other: nothing but ``params`` is shared.
+    and rows are encoded independently of each other: nothing but ``params`` is shared. Where those hold something for
+    each head, the leading dimensions end with heads and blocks: ``[..., H, N, T, D]``.
     """
 
     pattern: ClassVar[re.Pattern[str]]
@@ -25,6 +26,14 @@ class Codec(ABC):
 
     examples: ClassVar[tuple[str, ...]]
     """Spellings that name every variant, for error messages and for tests."""
+
+    rotates: ClassVar[bool] = False
+    """Whether the cache rotates blocks (Hadamard with random signs, over head_dim) before it encodes them."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether :meth:`fit` has to see calibration samples, rather than the first tokens that are packed."""
+        return False
 
     @classmethod
     @abstractmethod
@@ -53,10 +62,14 @@ class Codec(ABC):
         """The levels of a format with a table, float32 ``[2**bits]`` ascending; None for other formats."""
         return None
 
-    def fit(self, samples: torch.Tensor) -> Params:
-        """Learn static parameters from ``samples [..., T, D]`` of one layer, of any dtype. Default: none.
+    def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
+        """Learn static parameters of one layer and tensor. Default: none.
 
         Samples that are all zero say nothing of what will come: the cache asks again at the next block.
+
+        Args:
+            samples: ``[N, H, T, D]``, of any dtype.
+            weights: how much the error of each sample matters, as ``samples``; default: all the same.
         """
         return {}
 

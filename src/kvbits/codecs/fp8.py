@@ -59,17 +59,27 @@ class Fp8(Codec):
 
 @dataclass(frozen=True)
 class Fp8Static(Codec):
-    """e4m3 with one scale per layer and tensor, from calibration or from the first tokens that are packed."""
+    """e4m3 with one scale per layer and tensor.
 
-    pattern = re.compile("fp8-static")
-    examples = ("fp8-static",)
+    Attributes:
+        calibrated: the scale comes from calibration, not from the first tokens that are packed.
+    """
+
+    pattern = re.compile("fp8-(?P<source>static|calibrated)")
+    examples = ("fp8-static", "fp8-calibrated")
+
+    calibrated: bool = False
 
     @classmethod
     def from_match(cls, match: re.Match[str]) -> Fp8Static:
-        return cls()
+        return cls(match["source"] == "calibrated")
 
     def __str__(self) -> str:
-        return "fp8-static"
+        return "fp8-calibrated" if self.calibrated else "fp8-static"
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.calibrated
 
     @property
     def format(self) -> Format:
@@ -78,7 +88,7 @@ class Fp8Static(Codec):
     def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
         return (Part("codes", "codes", torch.uint8, (tokens, channels)),)
 
-    def fit(self, samples: torch.Tensor) -> Params:
+    def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
         largest = samples.abs().amax().float()
         # Of denormal samples the scale itself would be rounded to zero.
         scale = (largest * (HEADROOM / float8.E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
@@ -90,7 +100,7 @@ class Fp8Static(Codec):
             return None
         return (
             f"a value of magnitude {largest:.4g} saturates at {limit:.4g}, {HEADROOM:g} times the largest value that "
-            "the scale of fp8-static was taken from; use fp8 (a scale per token) instead"
+            "the scale of {self} was taken from; use fp8 (a scale per token) instead"
         )
 
     def encode(self, x: torch.Tensor, params: Params) -> Packed:

@@ -14,8 +14,7 @@ from typing import ClassVar
 import torch
 
 from kvbits.codecs.grouped import Grouped, grouped_pattern
-from kvbits.numerics import affine, groups
-from kvbits.types import Packed, Params
+from kvbits.numerics import affine
 
 P_NORM = 0.7
 BETA, BETA_GROWTH = 10.0, 1.01
@@ -55,15 +54,15 @@ class HalfQuadratic(Grouped):
 
     name: ClassVar[str] = "hqq"
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
+    dense_only = "its zero is found for all elements of a group, anew in every group"
     pattern = grouped_pattern("hqq", allowed_bits)
     examples = ("hqq8", "hqq4", "hqq3", "hqq2", "hqq4-gs32", "hqq2-channel")
 
-    def encode(self, x: torch.Tensor, params: Params) -> Packed:
-        grouped, dim = groups.split(x.float(), self.per, self.group)
-        scale, zero = affine.choose_qparams(grouped, dim, 0, 2**self.bits - 1)
-        zero = self.solve_zero(grouped, scale, zero, dim, groups.weights(x.shape[-1], self.per, self.group, x.device))
-        codes = affine.quantize(grouped, scale, zero, self.bits)
-        return self.pack(codes, scale, zero, dim, x.shape[-1])
+    def choose(
+        self, grouped: torch.Tensor, dim: int, weights: torch.Tensor | None, chosen: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, zero = super().choose(grouped, dim, weights, chosen)
+        return scale, self.solve_zero(grouped, scale, zero, dim, weights)
 
     def solve_zero(
         self,

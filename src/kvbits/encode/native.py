@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from kvbits.codecs import Affine, Codec, Exact, Fp8, Fp8Static, HalfQuadratic, NormalFloat
+from kvbits.codecs import Affine, Codec, Exact, Fp8, Fp8Static, Grouped, HalfQuadratic, NormalFloat
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.library import DTYPES, LEVELS, PER, library
 from kvbits.numerics import codebook, groups
@@ -26,7 +26,10 @@ def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
     module, _, reason = library()
     if module is None:
         return [reason]
+    grouped = isinstance(codec, Grouped)
     reasons = {
+        f"{codec} has static scales": grouped and codec.static,
+        f"{codec} has outliers": grouped and codec.outliers > 0,
         f"{codec} has no native encoder": type(codec) not in _CHOICES and type(codec) is not Exact,
         f"tensors are on {x.device.type}": x.device.type != "cpu",
         f"{x.dtype} is encoded in full only by the reference": x.dtype not in DTYPES[1:4],

@@ -35,8 +35,7 @@ def choose_qparams(
     dim: int,
     bottom: float,
     top: float,
-    scale_dtype: torch.dtype = SCALE_DTYPE,
-    zero_dtype: torch.dtype = ZERO_DTYPE,
+    outside: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero over ``dim`` (kept as size 1) that map the group's range onto levels ``bottom .. top``.
 
@@ -44,14 +43,32 @@ def choose_qparams(
         x: finite float32, any shape.
         dim: the dimension that a group runs along.
         bottom, top: lowest and highest level; level 1.0 must be among the levels.
-        scale_dtype, zero_dtype: what they are stored in. Codes are chosen against the *rounded* values, so rounding
-            costs a little range, not accuracy.
+        outside: bool, as ``x``: elements that the range need not cover; a group of nothing else covers 0.
 
     Returns:
-        ``(scale, zero)``. A constant group gets ``scale ~ x`` and the rest in ``zero``, so that level 1 decodes to
+        ``(scale, zero)`` in bfloat16 and float16. Codes are chosen against these *rounded* values, so rounding costs
+        a little range, not accuracy. A constant group gets ``scale ~ x`` and the rest in ``zero``, so that level 1 decodes to
         ``x`` itself (bit for bit where ``x`` came from fp16 or bf16); an all-zero group gets scale 0.
     """
-    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    if outside is None:
+        low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    else:
+        low = x.masked_fill(outside, torch.inf).amin(dim, keepdim=True)
+        high = x.masked_fill(outside, -torch.inf).amax(dim, keepdim=True)
+        nothing = outside.all(dim, keepdim=True)
+        low, high = low.masked_fill(nothing, 0), high.masked_fill(nothing, 0)
+    return qparams_of_range(low, high, bottom, top)
+
+
+def qparams_of_range(
+    low: torch.Tensor,
+    high: torch.Tensor,
+    bottom: float,
+    top: float,
+    scale_dtype: torch.dtype = SCALE_DTYPE,
+    zero_dtype: torch.dtype = ZERO_DTYPE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`choose_qparams`, from the float32 ranges themselves, into dtypes of one's choice."""
     span = top - bottom
     step = torch.maximum(high / span - low / span, torch.maximum(high, -low) * STEP_FLOOR)
     constant = low == high
