@@ -210,7 +210,8 @@ double once(bool& decoded_alike) {
         job.counts.push_back(b ? any(0, blocks) : blocks);
         job.held.push_back(b ? any(0, held) : held);
     }
-    std::vector<float> statics[4], mean[2], rotation, cos, sin, sinks;
+    std::vector<float> statics[4], mean[2], rotation, base[2], sinks;
+    std::unique_ptr<Steps> steps;
     const auto floats = [&](std::vector<float>& all, int64_t count, float scale) {
         all.resize(size_t(count));
         for (auto& x : all) x = normal() * scale;
@@ -224,25 +225,33 @@ double once(bool& decoded_alike) {
     if (chance(15)) job.key_mean = floats(mean[0], job.heads * k.channels, 1);
     if (chance(15)) job.value_mean = floats(mean[1], job.heads * v.channels, 1);
     if (chance(15)) job.value_rotation = floats(rotation, int64_t(v.channels) * v.channels, 0.1f);
-    if (chance(20)) {
-        job.pairs = any(1, k.channels / 2);
-        job.interleaved = chance(50);
-        const int64_t rows = job.first_token + int64_t(blocks) * tokens;
-        floats(cos, rows * job.pairs, 0);
-        floats(sin, rows * job.pairs, 0);
-        for (size_t i = 0; i < cos.size(); ++i) {
-            const float angle = normal() * 3;
-            cos[i] = std::cos(angle);
-            sin[i] = std::sin(angle);
+    if (chance(40)) {
+        const int pairs = chance(50) ? k.channels / 2 : any(1, k.channels / 2);
+        const int64_t rows = chance(50) ? job.batch : 1, each = blocks * pairs;
+        std::vector<float> step[2];
+        for (int which = 0; which < 2; ++which) {
+            floats(base[which], rows * each + 1, 0);  // never null
+            floats(step[which], int64_t(tokens) * pairs, 0);
         }
-        cos.push_back(0);  // never null
-        sin.push_back(0);
-        cos.shrink_to_fit();
-        sin.shrink_to_fit();
-        job.cos = cos.data();
-        job.sin = sin.data();
-        job.angle_row = job.pairs;
-    } else if (chance(15)) {
+        const auto angles = [](std::vector<float>* cos_sin) {
+            for (size_t i = 0; i < cos_sin[0].size(); ++i) {
+                const float angle = normal() * 3;
+                cos_sin[0][i] = std::cos(angle);
+                cos_sin[1][i] = std::sin(angle);
+            }
+            for (int which = 0; which < 2; ++which) cos_sin[which].shrink_to_fit();
+        };
+        angles(base);
+        angles(step);
+        steps = std::make_unique<Steps>(step[0].data(), step[1].data(), tokens, pairs, chance(50));
+        job.steps = steps.get();
+        job.base_cos = base[0].data();
+        job.base_sin = base[1].data();
+        job.base_batch = rows > 1 ? each : 0;
+        job.base_block = pairs;
+        job.turned = chance(60);
+    }
+    if (!job.turned && chance(30)) {
         packed_query.make(Type::f32, {job.batch, q_heads, job.queries, key_channels});
         job.packed_query = packed_query.array;
     }
@@ -273,7 +282,7 @@ double once(bool& decoded_alike) {
     for (int b = 0; b < job.batch; ++b)
         for (int h = 0; h < job.heads; ++h) {
             const int packed = job.counts[size_t(b)] * tokens, all = packed + job.held[size_t(b)];
-            std::vector<float> key(size_t(packed * k.channels)), value(size_t(packed * v.channels));
+            std::vector<float> key(size_t(packed * k.channels)), center(key.size()), value(size_t(packed * v.channels));
             for (int n = 0; n < job.counts[size_t(b)]; ++n) {
                 const uint8_t* record = job.pool + (table[size_t(b * blocks + n)] * job.heads + h) * offset;
                 for (int which = 0; which < 2; ++which) {
@@ -290,16 +299,23 @@ double once(bool& decoded_alike) {
                         std::copy(again.begin(), again.end(), rows);
                     }
                 }
+                // Means stay apart: only they see the query itself where packed keys are rotated.
                 for (int t = 0; t < tokens; ++t) {
-                    float* row = key.data() + (n * tokens + t) * k.channels;
-                    if (job.key_mean && !job.packed_query.data)
-                        for (int c = 0; c < k.channels; ++c) row[c] += job.key_mean[h * k.channels + c];
-                    for (int p = 0; p < job.pairs; ++p) {
-                        float &x = row[job.interleaved ? 2 * p : p], &y = row[job.interleaved ? 2 * p + 1 : p + job.pairs];
-                        const int64_t at = (job.first_token + n * tokens + t) * job.angle_row + p;
-                        const float a = x, c = y;
-                        x = a * job.cos[at] - c * job.sin[at];
-                        y = c * job.cos[at] + a * job.sin[at];
+                    float *row = key.data() + (n * tokens + t) * k.channels, *own = center.data() + (n * tokens + t) * k.channels;
+                    for (int c = 0; c < k.channels && job.key_mean; ++c) own[c] = job.key_mean[h * k.channels + c];
+                    for (int p = 0; p < job.pairs(); ++p) {
+                        const size_t at = size_t(t / 16 * job.pairs() + p);
+                        const int64_t from = job.base_batch * b + job.base_block * n + p;
+                        const float a = job.base_cos[from], c = job.base_sin[from], d = steps->cos[at].at[t % 16], e = steps->sin[at].at[t % 16];
+                        const float cos = a * d - c * e, sin = c * d + a * e;
+                        const auto turn = [&](float* all) {
+                            float &x = all[steps->interleaved ? 2 * p : p], &y = all[steps->interleaved ? 2 * p + 1 : p + job.pairs()];
+                            const float before = x;
+                            x = before * cos - y * sin;
+                            y = y * cos + before * sin;
+                        };
+                        turn(own);
+                        if (job.turned) turn(row);
                     }
                 }
             }
@@ -316,9 +332,8 @@ double once(bool& decoded_alike) {
                             const double x = is_packed ? key[size_t(t * k.channels + c)] : get(job.keys.at(b, h, slot) + c * size_of(type), type);
                             dot += x * get(from.at(b, q_head, q) + c * size_of(from.type), from.type);
                         }
-                        if (is_packed && job.key_mean && job.packed_query.data)
-                            for (int c = 0; c < k.channels; ++c)
-                                dot += double(job.key_mean[h * k.channels + c]) * get(job.query.at(b, q_head, q) + c * size_of(job.query.type), job.query.type);
+                        for (int c = 0; c < k.channels && is_packed; ++c)
+                            dot += double(center[size_t(t * k.channels + c)]) * get(job.query.at(b, q_head, q) + c * size_of(job.query.type), job.query.type);
                         dot *= job.scaling;
                         if (job.softcap > 0) dot = job.softcap * std::tanh(dot / job.softcap);
                         const int64_t column = is_packed ? job.first_token + t : slot < job.sinks ? slot : slot + packed + job.dropped;

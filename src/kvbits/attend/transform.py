@@ -90,4 +90,4 @@ class Transform:
         mean = self.mean.to(x.dtype)[:, None]
         if self.rope is None or turn is None or self.whole:
             return mean
-        return rope.rotate(mean.expand(-1, x.shape[2], -1), *turn, self.rope.interleaved)
+        return rope.rotate(mean.expand(1, -1, x.shape[2], -1), *turn, self.rope.interleaved)

@@ -58,7 +58,8 @@ class LloydMax(Codec):
         x = x.float()
         # By the largest element first: squares of 1e30 overflow, and those of 1e-30 vanish.
         largest = affine.safe_divisor(x.abs().amax(-1, keepdim=True))
-        scale = ((x / largest).square().mean(-1, keepdim=True).sqrt() * largest).to(affine.SCALE_DTYPE)
+        mean = (x / largest).double().square().mean(-1, keepdim=True)  # the order of a sum of doubles is not seen
+        scale = (mean.sqrt().float() * largest).to(affine.SCALE_DTYPE)
         codes = codebook.nearest(x / affine.safe_divisor(scale), self.table(params).to(x.device))
         return {"codes": bitpack.pack(codes, self.bits), "scale": scale}
 
