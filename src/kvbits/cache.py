@@ -72,8 +72,8 @@ class LayerCache:
             dropped and there are no sinks.
         name: for error messages, such as ``layer 3``.
         rotary: how the keys are rotated, for schemes that take the rotary embedding off; None where they are not.
-        learned: params of keys and values from calibration, a key mean among them where the scheme is centred;
-            without, they are taken from the first tokens that are packed.
+        learned: params of keys and values from calibration, a key mean among them where the scheme is centred. What
+            is not among them is taken from the first tokens that are packed.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LayerCache:
         window: int | None = None,
         name: str = "layer",
         rotary: Rotary | None = None,
-        learned: tuple[Params, Params] | None = None,
+        learned: tuple[Params, Params] = ({}, {}),
     ) -> None:
         if scheme.overrides:
             raise ValueError(f"{scheme} has overrides: give a layer its own scheme, Scheme.for_layer(index, count)")
@@ -100,8 +100,8 @@ class LayerCache:
         self.values: torch.Tensor | None = None
         self.held: list[int] = []
         self.store: BlockStore | None = None
-        self.key_params, self.value_params = self.learned or ({}, {})
-        self.fitted = (self.learned is not None,) * 2
+        self.key_params, self.value_params = self.learned
+        self.fitted = (False, False)
         self._transformed: tuple[object, Transform, Transform] | None = None
         self.warned: set[str] = set()
         self.dropped = 0
@@ -238,11 +238,13 @@ class LayerCache:
     def _fit(self, side: int, work: torch.Tensor, ranges: _Ranges, rows: Rows, most: int) -> tuple[Params, bool]:
         """What to learn of one side from the first tokens that are packed, and whether that is final."""
         codec = (self.scheme.key, self.scheme.value)[side]
-        params: Params = {}
-        if side == 0 and self.scheme.centred:
+        params = dict(self.learned[side])
+        if side == 0 and "mean" in self.key_params:
+            params["mean"] = self.key_params["mean"]
+        if side == 0 and self.scheme.centred and "mean" not in params:
             before_rope = replace(self._transforms({}, rows, most)[0], rotation=None, whole=True)
             params["mean"] = self._first_packed(work, ranges, before_rope).mean(dim=(0, 2))
-        if not codec.learns:
+        if not codec.learns or set(self.learned[side]) - {"mean"}:
             return params, True
         samples = self._first_packed(work, ranges, self._transforms(params, rows, most)[side])
         params.update(codec.fit(samples))
