@@ -25,7 +25,7 @@ from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration, load_calibration
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
-from kvbits.hf.rotary import rotaries
+from kvbits.hf.rotary import forget, rotaries
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.numerics.modes import outside_graphs
 from kvbits.scheme import Scheme
@@ -75,9 +75,9 @@ def cache_for(
     learned = _calibration_of(model, scheme, calibration)
     if model.device.type == "cpu":
         native.warn_if_missing()
-    layers, columns = list(_stock_layers(model)), Columns()
+    turning = rotaries(model) if scheme.pre_rope or scheme.centred else None
+    layers, columns = list(_stock_layers(model)), Columns(turning)
     # Keys and values of a picture (Mllama) are no columns of the text: these layers stay the model's own.
-    turning = rotaries(model) if scheme.pre_rope or scheme.centred else [None] * len(layers)
     crossing = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
     for index, stock in enumerate(layers):
         own = scheme.for_layer(index, len(layers))
@@ -90,7 +90,8 @@ def cache_for(
         if type(stock) is DynamicLayer or slides:
             name = f"layer {index}"
             known = ({}, {}) if learned is None else learned.of_layer(index, own)
-            layers[index] = PackedLayer(LayerCache(own, window, name, turning[index], known), columns, name)
+            rotary = None if turning is None else turning[index]
+            layers[index] = PackedLayer(LayerCache(own, window, name, rotary, known), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
         hint = "pass sliding=True to pack such layers too"
         if sliding:
@@ -119,7 +120,7 @@ def _calibration_of(
             )
         return None
     loaded = calibration if isinstance(calibration, Calibration) else load_calibration(calibration)
-    check_model(loaded, model)
+    loaded.check(model)
     return loaded
 
 
@@ -230,6 +231,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     attachment: Attachment | None = vars(model).pop(_ATTRIBUTE, None)
     if attachment is None:
         return model
+    forget(model)
     for hook in attachment.hooks:
         hook.remove()
     for config, stock in attachment.implementations:
@@ -348,6 +350,8 @@ class _Announcer:
             # The decoder inside may get the same mask in a form that no longer shows the padding.
             if padding or mask is None or not cache.columns.waiting:
                 cache.columns.begin(mask if padding else None)
+            if cache.columns.rotaries is not None:
+                cache.columns.place(self._positions(args, kwargs))
         return args, kwargs
 
     @outside_graphs
@@ -360,6 +364,13 @@ class _Announcer:
     def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
         given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
         return next((c for c in given if isinstance(c, Cache)), None)
+
+    def _positions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The positions that the call names, int64 ``[..., B or 1, columns]``. Early releases count columns instead."""
+        positions = self._argument("position_ids", args, kwargs)
+        if positions is None:
+            positions = self._argument("cache_position", args, kwargs)
+        return positions if isinstance(positions, torch.Tensor) else None
 
     def _wants_default(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.attachment is None or self.attachment.scheme is None or module.training:
