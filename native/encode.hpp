@@ -20,6 +20,7 @@ template <class I, Type type, Levels levels> class BlockEncoder {
     using i32 = typename I::i32;
     using u32 = typename I::u32;
     static constexpr int W = I::W;
+    static constexpr int chains = 16;  // sums of doubles beside each other
 
     struct Group {  // one in each lane
         f32 scale, zero;
@@ -55,9 +56,12 @@ public:
         return told.per == Per::channel ? E::count * E::size : told.groups * width(told) * E::size;
     }
     static int64_t code_stride(const Encoder& told) { return told.channels + (padded(told) ? width(told) + E::count : 0); }
+    static int64_t floats(const Encoder& told) {
+        return told.choice == Choice::half_quadratic ? 2 * W * told.length : told.choice == Choice::norm ? told.channels + chains : 0;
+    }
     static int64_t scratch_bytes(const Encoder& told) {
         return told.tokens * code_stride(told) + (padded(told) ? told.tokens * row_bytes(told) : 0) +
-               (told.choice == Choice::half_quadratic ? 4 * 2 * W * told.length : 0) + 4 * 64;
+               4 * floats(told) + 4 * 64;
     }
 
     BlockEncoder(const Encoder& told, const uint8_t* data, int64_t stride, const Statics& statics, const Encoded& out, uint8_t* scratch)
@@ -74,7 +78,7 @@ public:
         const bool in_place = told.bits == 8 && !padded_;
         codes_ = in_place ? out.codes : take(told.tokens * code_stride_);
         uint8_t* rows = padded_ ? take(told.tokens * row_bytes(told)) : nullptr;
-        floats_ = told.choice == Choice::half_quadratic ? reinterpret_cast<float*>(take(4 * 2 * W * told.length)) : nullptr;
+        floats_ = reinterpret_cast<float*>(take(4 * floats(told)));
         if (padded_) pad(rows);
     }
 
@@ -82,6 +86,8 @@ public:
     Seen run() {
         if (told_.per == Per::channel && told_.choice == Choice::fixed) {
             static_channels();
+        } else if (told_.choice == Choice::norm) {
+            for (int64_t t = 0; t < told_.tokens; ++t) normed_row(t);
         } else if (told_.per == Per::channel) {
             int64_t n = 0;
             for (int64_t first = 0; first < told_.tokens; first += told_.length, ++n) channel_groups(n, first);
@@ -185,10 +191,6 @@ private:
             const f32 scale = splat<f32>(told_.scale);
             return {scale, f32{}, Divisor<I>(scale, scale, scale), false};
         }
-        if (told_.choice == Choice::norm) {  // the largest, until the norm is known
-            const f32 whole = maximum(high, -low) + 0.0f;
-            return {whole, f32{}, Divisor<I>(whole, whole, whole), I::fused && all(easy<I>(low) & easy<I>(high))};
-        }
         if constexpr (I::fused)
             if (__builtin_expect(all(easy<I>(low) & easy<I>(high)), 1)) return chosen<true>(low, high);
         return chosen<false>(low, high);
@@ -266,7 +268,6 @@ private:
         }
         Group made = choose(across(low, [](i32 a, i32 b) { return minimum(a, b); }),
                             across(high, [](i32 a, i32 b) { return maximum(a, b); }));
-        if (told_.choice == Choice::norm) made = normed(made, count, at);
         if (told_.choice == Choice::half_quadratic) made.zero = solved(made, first, count, at, E::value(high[0]) == E::value(low[0]));
         if (out_.scale) {
             uint16_t halves[W];
@@ -302,30 +303,6 @@ private:
         }
     }
 
-    // The root of the mean square of each group, which is a whole row: of quotients by the largest, which neither
-    // overflow nor vanish, summed in double so that the order of the sum is not seen.
-    KVBITS_STAGE Group normed(const Group& made, int count, const uint8_t* const* at) {
-        constexpr int chains = 16, piece = 64;
-        f32 scale = splat<f32>(1.0f);
-        for (int j = 0; j < count; ++j) {
-            const float largest = made.scale[j] == 0 ? 1.0f : made.scale[j];
-            double sums[chains] = {}, all = 0;
-            for (int64_t c = 0; c < told_.channels; c += piece) {
-                const int64_t here = told_.channels - c < piece ? told_.channels - c : piece;
-                float x[piece] = {};
-                to_float<I>(type, at[j] + c * E::size, here, x);
-                for (int64_t i = 0; i < piece; ++i) {
-                    const double quotient = x[i] / largest;
-                    sums[i % chains] += quotient * quotient;
-                }
-            }
-            for (const double sum : sums) all += sum;
-            scale[j] = float(std::sqrt(all / double(told_.channels))) * largest;
-        }
-        scale = to_bf16(scale) + 0.0f;
-        return {scale, f32{}, Divisor<I>(scale == 0.0f ? splat<f32>(1.0f) : scale), made.easy};
-    }
-
     KVBITS_STAGE f32 solved(const Group& made, int64_t first, int count, const uint8_t* const* at, i32 constant) {
         i32 lengths = splat<i32>(1);
         std::memset(floats_, 0, size_t(4 * W * told_.length));
@@ -335,6 +312,57 @@ private:
         }
         for (int64_t i = 0; i < told_.length; ++i) store(floats_ + i * W, load<f32>(floats_ + i * W) / made.divisor.whole);
         return constant ? made.zero : half_quadratic_zero<I>(floats_, told_.length, lengths, made.zero, top_);
+    }
+
+    // -- rows with a norm ------------------------------------------------------------------------------------------
+
+    // A row is divided by its root mean square, and its scale is what then fits the levels best: see
+    // codecs/lloyd_max.py. Sums are double, so that their order is not seen once they are rounded.
+    KVBITS_STAGE void normed_row(int64_t token) {
+        const int64_t channels = told_.channels, whole = (channels + chains - 1) / chains * chains;
+        float* unit = floats_;
+        to_float<I>(type, data_ + token * stride_, channels, unit);
+        for (int64_t i = channels; i < whole; ++i) unit[i] = 0;
+        f32 peak{};
+        for (int64_t i = 0; i < whole; i += W) {
+            const f32 x = load<f32>(unit + i), magnitude = maximum<f32>(x, -x);
+            sound_ &= magnitude <= told_.limit;  // nor is NaN
+            peak = maximum<f32>(peak, magnitude);
+        }
+        const float found = kvbits::largest(peak), largest = found == 0 ? 1.0f : found;
+        for (int64_t i = 0; i < whole; i += W) store(unit + i, load<f32>(unit + i) / largest);
+        const double square = doubles(whole, [&](int64_t i) { return double(unit[i]) * double(unit[i]); });
+        const float mean = float(std::sqrt(square / double(channels))), divisor = mean == 0 ? 1.0f : mean;
+        const double product = levels_of_row(unit, divisor, whole, code_at(token, 0));
+        const float scale = float(square > 0 ? square / product : 0) * largest;
+        out_.scale[token] = float_to_bf16(scale);
+    }
+
+    template <class F> static double doubles(int64_t count, F f) {  // `count` is a multiple of `chains`
+        double sums[chains] = {}, all = 0;
+        for (int64_t i = 0; i < count; i += chains)
+            for (int j = 0; j < chains; ++j) sums[j] += f(i + j);
+        for (const double sum : sums) all += sum;
+        return all;
+    }
+
+    // Codes of a row, and its product with their levels.
+    double levels_of_row(const float* unit, float divisor, int64_t whole, uint8_t* code) const {
+        float edges[32], met[chains];
+        std::memcpy(edges, edges_, sizeof edges);
+        double sums[chains] = {}, all = 0;
+        for (int64_t i = 0; i < whole; i += chains) {
+            uint8_t codes[chains];
+            for (int j = 0; j < chains; j += W) {
+                const u32 found = search(load<f32>(unit + i + j) / divisor, edges);
+                store(codes + j, __builtin_convertvector(found, typename I::u8));
+                store(met + j, I::lookup(found, told_.table));
+            }
+            for (int j = 0; j < chains; ++j) sums[j] += double(unit[i + j]) * double(met[j]);
+            std::memcpy(code + i, codes, size_t(told_.channels - i < chains ? told_.channels - i : chains));
+        }
+        for (const double sum : sums) all += sum;
+        return all;
     }
 
     // -- groups of tokens ------------------------------------------------------------------------------------------

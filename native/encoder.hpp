@@ -11,7 +11,7 @@ enum class Choice : int {
     half_quadratic,  // the same scale, and the zero that HQQ finds
     magnitude,       // the largest magnitude meets the largest level; no zero
     fixed,           // given: one for all, or one for each channel, with a zero
-    norm,            // the root of the mean square; no zero
+    norm,            // of a row: see codecs/lloyd_max.py; no zero
 };
 
 struct Encoder {
