@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from itertools import product
@@ -118,7 +119,7 @@ def how_far_out(codec: Grouped, x: torch.Tensor, params: Params) -> torch.Tensor
     """By what the outliers of a block are chosen."""
     x = x.float()
     if codec.static:
-        dense = type(codec)(codec.bits, codec.per, codec.group)
+        dense = dataclasses.replace(codec, outliers=0.0)
         return (x - dense.decode(dense.encode(x, params), params)).abs()
     grouped, dim = groups.split(x.double(), codec.per, codec.group)
     real = groups.weights(x.shape[-1], codec.per, codec.group, x.device)
@@ -135,10 +136,10 @@ def blocks(x: torch.Tensor) -> torch.Tensor:
 
 
 def fit(codec: Codec, x: torch.Tensor) -> Params:
-    """What blocks ``x [..., H, N, T, D]`` teach. Tables are fitted to usual numbers, whatever ``x`` is."""
+    """What blocks ``x [..., H, N, T, D]`` teach, as far as static ranges go; tables are fitted to usual numbers."""
     if isinstance(codec, NonUniform):
         return usual(codec, x.shape[-4], x.shape[-1])
-    return codec.fit(x.transpose(-4, -3).flatten(0, -4))
+    return codec.fit(x.transpose(-4, -3).flatten(0, -4).float().clamp(-1e30, 1e30))
 
 
 @functools.cache
