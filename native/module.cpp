@@ -294,7 +294,7 @@ NB_MODULE(_native, m) {
     nb::class_<Steps>(m, "Steps", "Rotary angles of the tokens of a block, beyond those of its first.")
         .def("__init__", [](Steps* self, nb::handle cos, nb::handle sin, bool interleaved) {
             new (self) Steps(steps_of(cos, sin, interleaved));
-        }, nb::arg("cos"), nb::arg("sin"), nb::arg("interleaved"));
+        }, nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("interleaved"));
     m.def("attend", &attend_tensors, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
