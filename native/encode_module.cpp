@@ -228,12 +228,28 @@ nb::tuple encode(int isa, int threads, nb::handle tensor, int choice, int levels
     return nb::make_tuple(bad, largest);
 }
 
+// Rotate every block of x [..., tokens, channels] into `output`, float32 and contiguous.
+void hadamard(int isa, int threads, nb::handle tensor, nb::handle signs, nb::handle output) {
+    const Blocks x = blocks_of(tensor, "x", element_types);
+    require(x.tokens > 0 && x.channels > 0 && x.tokens < (1 << 30) && x.channels <= (1 << 16), "an empty or enormous block");
+    const float* sign = floats_of(signs, "signs", {x.channels});
+    require(sign, "signs are missing");
+    auto* out = reinterpret_cast<float*>(part_of(output, "output", Type::f32, x, x.tokens, x.channels));
+    const Kernels& kernels = kernels_at(isa);
+    const nb::gil_scoped_release released;
+    const int64_t bytes = kernels.hadamard_scratch_bytes(x.channels);
+    parallel(x.count, threads < 1 ? 1 : threads, [&](int64_t index) {
+        kernels.hadamard(x.type, x[index], x.stride, x.tokens, x.channels, sign, out + index * x.tokens * x.channels, scratch_of_thread(bytes));
+    });
+}
+
 }  // namespace
 
 void bind_encode(nb::module_& m) {
     m.def("encode", &encode, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(),
           nb::arg().none(), nb::arg().none(), nb::arg());
+    m.def("hadamard", &hadamard, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none());
     m.def("count_unsound", &count_unsound, nb::arg(), nb::arg().none(), nb::arg());
 }
 

@@ -29,6 +29,10 @@ struct Kernels {
     // Encode one block, [tokens] rows `stride` bytes apart.
     Seen (*encode)(const Encoder&, Type, const uint8_t* block, int64_t stride, const Statics&, const Encoded&, uint8_t* scratch);
     int64_t (*encode_scratch_bytes)(const Encoder&, Type);
+    // Rotate one block of such rows into `out`, contiguous.
+    void (*hadamard)(Type, const uint8_t* block, int64_t stride, int64_t tokens, int64_t channels, const float* signs, float* out,
+                     uint8_t* scratch);
+    int64_t (*hadamard_scratch_bytes)(int64_t channels);
 };
 
 // Best first; only those that this build has.

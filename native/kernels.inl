@@ -3,6 +3,7 @@
 #include "attend.hpp"
 #include "decode.hpp"
 #include "encode.hpp"
+#include "hadamard.hpp"
 #include "kernels.hpp"
 
 namespace kvbits {
@@ -61,7 +62,7 @@ void merge(const Job& job, int batch, int head, Partial* partials, int count, in
 
 extern const Kernels KVBITS_EXPORT = {
     Isa::name, Isa::supported, Scratch::bytes, value_width, attend, merge, decode_block<Isa>, decode_scratch<Isa>,
-    encode_block<Isa>, encode_scratch<Isa>,
+    encode_block<Isa>, encode_scratch<Isa>, hadamard_block<Isa>, hadamard_scratch,
 };
 
 }  // namespace kvbits

@@ -16,9 +16,9 @@ from kvbits.codecs import CODECS, Codec, Fp8Static, NonUniform
 from kvbits.codecs.affine import Affine
 from kvbits.codecs.grouped import GROUPS, Grouped
 from kvbits.codecs.half_quadratic import P_NORM, HalfQuadratic
-from kvbits.encode import KERNELS, LARGEST, Unsound, choose, encode, explain, native, reference
+from kvbits.encode import KERNELS, LARGEST, Unsound, choose, encode, explain, native, reference, rotate
 from kvbits.library import library
-from kvbits.numerics import bitpack, groups, outliers
+from kvbits.numerics import bitpack, groups, hadamard, outliers
 from kvbits.scheme import parse_codec
 from kvbits.types import Packed, Params
 
@@ -196,10 +196,17 @@ def test_constant_zero_tiny_and_huge_groups(name: str, dtype: torch.dtype, isa: 
 
 
 @each_set
-@pytest.mark.parametrize("name", ("int4-1%", "int2-channel-5%", "nf3-static-10%", "nuq3-token-gs16-1%", "nuq2-static-1%-qnorm"))
+@pytest.mark.parametrize(
+    "name", ("int4-1%", "int2-channel-5%", "nf3-static-10%", "nuq3-token-gs16-1%", "nuq2-static-1%-qnorm")
+)
 def test_outliers_of_any_blocks(name: str, isa: int) -> None:
     codec = parse_codec(name)
-    for tokens, channels, dtype in ((32, 512, torch.float32), (64, 80, torch.bfloat16), (256, 256, torch.float16), (32, 8, torch.float32)):
+    for tokens, channels, dtype in (
+        (32, 512, torch.float32),
+        (64, 80, torch.bfloat16),
+        (256, 256, torch.float16),
+        (32, 8, torch.float32),
+    ):
         x = normal(2, 2, tokens, channels, seed=tokens, dtype=dtype)
         assert_right(isa, codec, x)
         x[..., ::7, 3] *= 50  # a whole group may be outliers
@@ -215,7 +222,9 @@ def test_other_block_lengths(tokens: int, isa: int) -> None:
 
 @each_set
 @each_dtype
-@pytest.mark.parametrize("name", ("int4", "int3-channel", "nf4", "fp8", "fp8-static", "exact", "int4-static-1%", "nf3-1%", "lm4"))
+@pytest.mark.parametrize(
+    "name", ("int4", "int3-channel", "nf4", "fp8", "fp8-static", "exact", "int4-static-1%", "nf3-1%", "lm4")
+)
 def test_any_strides(name: str, dtype: torch.dtype, isa: int) -> None:
     codec = parse_codec(name)
     buffer = normal(2, 3, 300, 80, seed=1, dtype=dtype)
@@ -241,6 +250,47 @@ def test_any_number_of_threads(name: str) -> None:
             assert_same_bits(native.run(codec, x, params), alone)
     finally:
         torch.set_num_threads(threads)
+
+
+# -- rotations ---------------------------------------------------------------------------------------------------------
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("channels", (1, 8, 20, 64, 80, 96, 128, 256, 512))
+def test_rotations_have_the_bits_of_their_twin(channels: int, dtype: torch.dtype, isa: int) -> None:
+    signs = hadamard.signs(channels)
+    for x in (
+        normal(2, 3, 40, channels, dtype=dtype),
+        normal(40, 2, channels + 3, dtype=dtype).transpose(0, 1)[..., 3:],
+    ):
+        wanted = hadamard.transform(x.float() * signs)
+        assert torch.equal(rotate.rotate_on(isa, x, signs), wanted)
+        assert torch.equal(rotate.rotate(x), wanted)
+
+
+def test_rotations_of_what_the_native_kernel_does_not_take() -> None:
+    for x in (normal(16, 64).double(), normal(0, 16, 64), normal(64), normal(16, 64).to("meta")):
+        assert rotate.rotate(x).shape == x.shape
+
+
+@needs_native
+def test_rotations_without_sense_are_refused() -> None:
+    assert MODULE is not None
+    x, signs, out = normal(2, 16, 64), torch.ones(64), torch.empty(2, 16, 64)
+    MODULE.hadamard(0, 1, x, signs, out)
+    for call, words in (
+        ((99, 1, x, signs, out), "no instruction set"),
+        ((0, 1, x.double(), signs, out), "x is torch.float64"),
+        ((0, 1, x[:, :0], signs, out), "empty or enormous"),
+        ((0, 1, x, signs[:32], out), "signs has the wrong shape"),
+        ((0, 1, x, None, out), "signs are missing"),
+        ((0, 1, x, signs, out[:1]), "leading dimensions of x"),
+        ((0, 1, x, signs, out.bfloat16()), "output is torch.bfloat16"),
+        ((0, 1, x, signs, torch.empty(2, 16, 128)[..., :64]), "output is not contiguous"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            MODULE.hadamard(*call)
 
 
 # -- HQQ ---------------------------------------------------------------------------------------------------------------
@@ -372,23 +422,47 @@ def wrong() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "edges", {"levels": 1, "edges": [0.0] * 14}, "edges must be 15 numbers"
     yield "table", {"levels": 1, "edges": [0.0] * 15, "table": [0.0] * 15}, "the table must be 16 numbers"
     yield "no edges", {"levels": 1, "edges": None}, "edges must be 15 numbers"
-    yield "norm with groups", {"choice": 4, "levels": 1, "length": 32, "edges": [0.0] * 15, "table": [0.0] * 16}, "has one group"
+    yield (
+        "norm with groups",
+        {"choice": 4, "levels": 1, "length": 32, "edges": [0.0] * 15, "table": [0.0] * 16},
+        "has one group",
+    )
     static = {"choice": 3, "per": 1, "length": 128, "scale": None, "zero": None}
     yield "static without heads", static, "static scales are for blocks"
     static = {**static, "x": x[None], "codes": torch.empty(1, 2, 64, 64, dtype=torch.uint8)}
     yield "no static scale", static, "static scale or zero is missing"
-    yield "static scale of more heads", {**static, "static_scale": torch.ones(2, 64)}, "static scale has the wrong shape"
+    yield (
+        "static scale of more heads",
+        {**static, "static_scale": torch.ones(2, 64)},
+        "static scale has the wrong shape",
+    )
     static["static_scale"] = torch.ones(1, 64)
     yield "no static zero", static, "static scale or zero is missing"
-    yield "static zero of float64", {**static, "static_zero": torch.ones(1, 64).double()}, "static zero is torch.float64"
+    yield (
+        "static zero of float64",
+        {**static, "static_zero": torch.ones(1, 64).double()},
+        "static zero is torch.float64",
+    )
     yield "static per token", {**static, "per": 0, "length": 64}, "levels do not fit"
     index, value = torch.empty(2, 8, dtype=torch.uint16), torch.empty(2, 8, dtype=torch.bfloat16)
     yield "outliers without values", {"outlier_index": index}, "outlier_value is missing"
     yield "fewer values", {"outlier_index": index, "outlier_value": value[:, :7]}, r"outlier_value must be \[..., 8\]"
     yield "values apart", {"outlier_index": index, "outlier_value": value.t().contiguous().t()}, "is not contiguous"
-    yield "indices of int16", {"outlier_index": index.view(torch.int16), "outlier_value": value}, "outlier_index is torch.int16"
-    yield "indices of more blocks", {"outlier_index": index.repeat(2, 1), "outlier_value": value}, "outlier_index must be"
-    yield "no outliers", {"outlier_index": index[:, :0], "outlier_value": value[:, :0]}, "more outliers than elements, or none"
+    yield (
+        "indices of int16",
+        {"outlier_index": index.view(torch.int16), "outlier_value": value},
+        "outlier_index is torch.int16",
+    )
+    yield (
+        "indices of more blocks",
+        {"outlier_index": index.repeat(2, 1), "outlier_value": value},
+        "outlier_index must be",
+    )
+    yield (
+        "no outliers",
+        {"outlier_index": index[:, :0], "outlier_value": value[:, :0]},
+        "more outliers than elements, or none",
+    )
     yield "outliers of norms", {**norm, "outlier_index": index, "outlier_value": value}, "outliers beside scales"
     yield "fixed scale", {"levels": 2, "bits": 8, "choice": 3, "fixed": 0.0, "scale": None, "zero": None}, "scale is 0"
     yield "no scale", {"scale": None}, "scale or zero is missing"
@@ -413,7 +487,9 @@ def test_mistakes_raise(changes: dict[str, Any], words: str) -> None:
 
 
 @each_set
-@pytest.mark.parametrize("name", ("int4", "int2-channel", "nf3", "int8", "fp8", "hqq3", "int4-1%", "int3-static-2%", "lm3"))
+@pytest.mark.parametrize(
+    "name", ("int4", "int2-channel", "nf3", "int8", "fp8", "hqq3", "int4-1%", "int3-static-2%", "lm3")
+)
 def test_nothing_beyond_the_parts_is_written(name: str, isa: int) -> None:
     """Every part lies between guards; head dimensions are such that no vector ends where a row does."""
     assert MODULE is not None

@@ -507,7 +507,10 @@ TRANSFORMS: dict[str, Callable[[KVView], tuple[Transform, Transform]]] = {
         Transform(means(view, "keys"), rope=rope_of(view, 16, True, True)),
         Transform(means(view, "values")),
     ),
-    "RoPE off the mean": lambda view: (Transform(means(view, "keys"), rope=rope_of(view, 32), whole=False), Transform()),
+    "RoPE off the mean": lambda view: (
+        Transform(means(view, "keys"), rope=rope_of(view, 32), whole=False),
+        Transform(),
+    ),
     "RoPE off the mean, rotated": lambda view: (
         Transform(means(view, "keys"), rotation_of(64), rope_of(view, 32), whole=False),
         Transform(rotation=rotation_of(64)),
@@ -657,7 +660,9 @@ def test_steps_that_change_the_length() -> None:
     rope = rope_of(view, 32)
     for factor in (1e-20, 0.3, 7.0):
         longer = dataclasses.replace(rope, step_cos=rope.step_cos * factor, step_sin=rope.step_sin * factor)
-        assert_native(Call(query_for(view, PLAIN, 1), dataclasses.replace(view, key_transform=Transform(rope=longer)), 0.1))
+        assert_native(
+            Call(query_for(view, PLAIN, 1), dataclasses.replace(view, key_transform=Transform(rope=longer)), 0.1)
+        )
 
 
 @pytest.mark.parametrize("queries", (1, 5))

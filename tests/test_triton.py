@@ -19,10 +19,8 @@ from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
 from kvbits.catalogue import CATALOGUE
 from kvbits.codecs import Affine
-from kvbits.numerics import outliers
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
-from kvbits.types import Format, Packed, Params, Part
 from test_attend import (
     FEATURES,
     PLAIN,
@@ -298,7 +296,10 @@ def test_means_and_rotations(what: str, side: str, masked: bool, queries: int) -
 
 def angles_for(view: KVView, pairs: int, rows: int = 1, interleaved: bool = False) -> Rope:
     """Angles of every packed token, with the scaling that some models put into them."""
-    base, step = random(rows, view.blocks.longest, pairs, seed=21) * 3, random(view.blocks.record.tokens, pairs, seed=22) * 3
+    base, step = (
+        random(rows, view.blocks.longest, pairs, seed=21) * 3,
+        random(view.blocks.record.tokens, pairs, seed=22) * 3,
+    )
     return Rope(1.25 * base.cos(), 1.25 * base.sin(), step.cos(), step.sin(), interleaved)
 
 

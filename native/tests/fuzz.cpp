@@ -1,4 +1,5 @@
-// Random calls against attention in double precision, for every instruction set. Meant to run under sanitizers: each
+// Random calls against attention in double precision, for every instruction set, and random blocks through every
+// encoder, which must agree to the bit. Meant to run under sanitizers: each
 // array is allocated to the byte, so a read beyond it is found.
 //
 //   fuzz [seconds [seed]]
@@ -394,6 +395,85 @@ double once(bool& decoded_alike) {
     return worst;
 }
 
+// What an encoder is told, at random.
+Encoder any_encoder(Type type) {
+    Encoder told;
+    told.choice = one_of({Choice::range, Choice::range, Choice::range, Choice::half_quadratic, Choice::magnitude, Choice::fixed, Choice::fixed, Choice::norm});
+    const bool range = told.choice == Choice::range, fixed = told.choice == Choice::fixed, grouped = range || told.choice == Choice::half_quadratic;
+    told.levels = told.choice == Choice::magnitude ? Levels::e4m3 : told.choice == Choice::norm ? Levels::table
+                : range ? one_of({Levels::uniform, Levels::table}) : fixed ? one_of({Levels::uniform, Levels::table, Levels::e4m3}) : Levels::uniform;
+    told.bits = told.levels == Levels::e4m3 ? 8 : told.levels == Levels::table ? any(2, 4) : one_of({2, 3, 4, 8});
+    told.tokens = 8 * any(1, 20);
+    told.channels = any(1, 160);
+    told.per = grouped ? one_of({Per::token, Per::channel}) : fixed && told.levels != Levels::e4m3 ? Per::channel : Per::token;
+    const int64_t along = told.per == Per::token ? told.channels : told.tokens;
+    told.length = told.per == Per::channel ? (grouped && chance(60) ? 8 : along) : grouped ? any(1, int(along)) : along;
+    told.groups = (along + told.length - 1) / told.length;
+    told.bottom = told.levels == Levels::table ? -1.0f : 0.0f;
+    told.span = told.levels == Levels::table ? 2.0f : told.levels == Levels::e4m3 ? 448.0f : float((1 << told.bits) - 1);
+    told.scale = 0.01f;
+    told.limit = type == Type::f16 ? 65504.0f : 0x1p120f;
+    for (float& edge : told.edges) edge = INFINITY;
+    if (told.levels == Levels::table) {
+        const int count = 1 << told.bits;
+        for (int i = 0; i < count; ++i) told.table[i] = normal();
+        std::sort(told.table, told.table + count);
+        for (int i = 0; i + 1 < count; ++i) told.edges[i] = (told.table[i] + told.table[i + 1]) / 2;
+    }
+    if ((range || told.per == Per::channel) && told.choice != Choice::half_quadratic && chance(50))
+        told.outliers = any(1, int(told.tokens * told.channels));
+    return told;
+}
+
+// One random block through every encoder and rotation; whether all write the same bits.
+bool encoded_alike() {
+    const Type type = one_of({Type::f32, Type::bf16, Type::f16});
+    const Encoder told = any_encoder(type);
+    Tensor x;
+    x.make(type, {told.tokens, told.channels + (chance(30) ? 3 : 0)});
+    std::vector<float> scale(size_t(told.channels)), zero(size_t(told.channels)), signs(size_t(told.channels));
+    for (float& s : scale) s = chance(5) ? 0 : std::fabs(normal());
+    for (float& z : zero) z = normal() * 5;
+    for (float& s : signs) s = chance(50) ? 1.0f : -1.0f;
+    const bool scales = told.choice != Choice::fixed, zeros = told.choice == Choice::range || told.choice == Choice::half_quadratic;
+    const int64_t count = told.groups * (told.per == Per::token ? told.tokens : told.channels);
+    std::vector<uint8_t> first;
+    for (const Kernels* kernels : all_kernels()) {
+        std::vector<uint8_t> codes(size_t(told.tokens * told.channels * told.bits / 8));
+        std::vector<uint16_t> parts[4];
+        const int64_t sizes[4] = {scales ? count : 0, zeros ? count : 0, told.outliers, told.outliers};
+        for (int i = 0; i < 4; ++i) parts[i].resize(size_t(sizes[i]));
+        Encoded out;
+        out.codes = codes.data();
+        out.scale = scales ? parts[0].data() : nullptr;
+        out.zero = zeros ? parts[1].data() : nullptr;
+        out.outlier_index = parts[2].data();
+        out.outlier_value = parts[3].data();
+        std::vector<uint8_t> scratch(size_t(kernels->encode_scratch_bytes(told, type)));
+        if (!kernels->encode(told, type, x.array.data, x.array.stride[0], {scale.data(), zero.data()}, out, scratch.data()).sound) return false;
+        std::vector<float> rotated(size_t(told.tokens * told.channels));
+        scratch.assign(size_t(kernels->hadamard_scratch_bytes(told.channels)), 0);
+        scratch.shrink_to_fit();
+        kernels->hadamard(type, x.array.data, x.array.stride[0], told.tokens, told.channels, signs.data(), rotated.data(), scratch.data());
+        std::vector<uint8_t> all;
+        const auto add = [&](const void* from, size_t bytes) {
+            all.insert(all.end(), static_cast<const uint8_t*>(from), static_cast<const uint8_t*>(from) + bytes);
+        };
+        add(rotated.data(), 4 * rotated.size());
+        if (told.choice != Choice::half_quadratic) {  // its powers differ in their last bits
+            add(codes.data(), codes.size());
+            for (const auto& part : parts) add(part.data(), 2 * part.size());
+        }
+        if (first.empty()) first = all;
+        if (first != all) {
+            std::printf("%s: choice %d, levels %d, per %d, %d bits, [%d, %d], groups of %d, %d outliers\n", kernels->name, int(told.choice),
+                        int(told.levels), int(told.per), told.bits, int(told.tokens), int(told.channels), int(told.length), told.outliers);
+            return false;
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -407,8 +487,11 @@ int main(int count, char** arguments) {
         bool decoded_alike = true;
         const double error = once(decoded_alike);
         worst = error > worst ? error : worst;
-        if (error > 1e-3 || !decoded_alike) {
-            std::printf("seed %llu: error %.2e%s\n", static_cast<unsigned long long>(seed), error, decoded_alike ? "" : ", decoded differently");
+        bool alike = true;
+        for (int i = 0; i < 5; ++i) alike = encoded_alike() && alike;
+        if (error > 1e-3 || !decoded_alike || !alike) {
+            std::printf("seed %llu: error %.2e%s%s\n", static_cast<unsigned long long>(seed), error, decoded_alike ? "" : ", decoded differently",
+                        alike ? "" : ", encoded differently");
             return 1;
         }
     }

@@ -46,7 +46,15 @@ def why_not(cache: LayerCache) -> list[str]:
     key_slots, value_slots = view.blocks.record.keys, view.blocks.record.values
     for side, x, slots, codec, params, fitted, transform in (
         ("keys", cache.keys, key_slots, cache.scheme.key, cache.key_params, cache.fitted[0], view.key_transform),
-        ("values", cache.values, value_slots, cache.scheme.value, cache.value_params, cache.fitted[1], view.value_transform),
+        (
+            "values",
+            cache.values,
+            value_slots,
+            cache.scheme.value,
+            cache.value_params,
+            cache.fitted[1],
+            view.value_transform,
+        ),
     ):
         if cache.scheme.packs:
             reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3], outliers_in(slots))]

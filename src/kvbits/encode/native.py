@@ -10,7 +10,19 @@ from __future__ import annotations
 
 import torch
 
-from kvbits.codecs import Affine, Codec, Exact, Fp8, Fp8Static, Grouped, HalfQuadratic, LloydMax, NonUniform, NormalFloat, Rotated
+from kvbits.codecs import (
+    Affine,
+    Codec,
+    Exact,
+    Fp8,
+    Fp8Static,
+    Grouped,
+    HalfQuadratic,
+    LloydMax,
+    NonUniform,
+    NormalFloat,
+    Rotated,
+)
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.library import DTYPES, LEVELS, PER, library
 from kvbits.numerics import groups
@@ -68,7 +80,8 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
     bad, _ = module.encode(
         isa, threads, x, _FIXED if static else _CHOICES[type(codec)], LEVELS.index(form.levels),
         PER.index("token" if form.per == "layer" else form.per), form.bits, length,
-        packed["codes"], packed.get("scale"), packed.get("zero"), packed.get("outlier_index"), packed.get("outlier_value"),
+        packed["codes"], packed.get("scale"), packed.get("zero"),
+        packed.get("outlier_index"), packed.get("outlier_value"),
         edges, table, float(params["scale"]) if form.per == "layer" else 1.0,
         params["scale"].float().contiguous() if static else None,
         params["zero"].float().contiguous() if static else None, limit,

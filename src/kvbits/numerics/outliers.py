@@ -43,7 +43,8 @@ def find(grouped: torch.Tensor, dim: int, count: int, weights: torch.Tensor | No
         weights: 0 for padding of short groups; see :func:`kvbits.numerics.groups.weights`.
 
     Returns:
-        bool, as ``grouped``; also True for padding, which repeats an element. Where some are equally far, which of them is not defined.
+        bool, as ``grouped``; also True for padding, which repeats an element. Where some are equally far, which of
+        them is not defined.
     """
     x = grouped.double()
     real = torch.ones_like(x) if weights is None else weights.double().expand_as(x)
