@@ -520,7 +520,7 @@ template <class I, Type type, Levels levels> class SparseEncoder {
 public:
     static int64_t scratch_bytes(const Encoder& told) {
         const int64_t size = told.tokens * told.channels;
-        return 3 * (4 * size + 64) + size * E::size + 64 + Dense::scratch_bytes(told) + 64;
+        return 4 * (4 * size + 64) + size * E::size + 64 + Dense::scratch_bytes(told) + 64;
     }
 
     SparseEncoder(const Encoder& told, const uint8_t* data, int64_t stride, const Statics& statics, const Encoded& out, uint8_t* scratch)
@@ -533,7 +533,7 @@ public:
         };
         x_ = reinterpret_cast<float*>(take(4 * size_));
         far_ = reinterpret_cast<float*>(take(4 * size_));
-        work_ = reinterpret_cast<float*>(take(4 * size_));
+        work_ = reinterpret_cast<float*>(take(8 * size_));
         inliers_ = take(size_ * E::size);
         rest_ = take(0);
     }
@@ -545,13 +545,14 @@ public:
             const Seen seen = dense.run();
             dense.pack();
             if (!seen.sound) return seen;
-            for (int64_t i = 0; i < size_; ++i) far_[i] = std::fabs(x_[i] - decoded(dense, i));
+            miss(dense);
             largest_places(far_, size_, told_.outliers, work_, out_.outlier_index);
             write_values(dense);
             return seen;
         }
-        for (int64_t i = 0; i < size_; ++i)  // also NaN
-            if (!(std::fabs(x_[i]) <= told_.limit)) return {false, 0};
+        bool sound = true;
+        for (int64_t i = 0; i < size_; ++i) sound &= std::fabs(x_[i]) <= told_.limit;  // nor is NaN
+        if (!sound) return {false, 0};
         measure();
         largest_places(far_, size_, told_.outliers, work_, out_.outlier_index);
         replace();
@@ -564,6 +565,20 @@ public:
     }
 
 private:
+    // How much the dense part misses of each element, under static scales.
+    KVBITS_STAGE void miss(const Dense& dense) {
+        const int64_t channels = told_.channels;
+        for (int64_t t = 0; t < told_.tokens; ++t) {
+            const uint8_t* code = dense.code_at(t, 0);
+            const float* x = x_ + t * channels;
+            float* far = far_ + t * channels;
+            for (int64_t c = 0; c < channels; ++c) {
+                const float level = levels == Levels::table ? told_.table[code[c]] : float(code[c]);
+                far[c] = std::fabs(x[c] - (level - statics_.zero[c]) * statics_.scale[c]);
+            }
+        }
+    }
+
     KVBITS_STAGE void measure() {
         const int64_t channels = told_.channels, length = told_.length;
         if (told_.per == Per::channel)

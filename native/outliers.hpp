@@ -10,23 +10,32 @@
 namespace kvbits {
 namespace {
 
-// Places of the `count` largest of `size` numbers, none negative or NaN, ascending. `work` has room for all of them.
+// Places of the `count` largest of `size` numbers, none negative or NaN, ascending. `work` has room for twice as many.
+//
+// Numbers are dealt out to heaps. As many heaps as are wanted have a greatest number of at least `least`, so every
+// number that is wanted is at least that, and few heaps have to be looked into.
 KVBITS_STAGE void largest_places(const float* x, int64_t size, int count, float* work, uint16_t* places) {
-    constexpr int bins = 2048, shift = 20;  // by exponent and three bits more, which order as the numbers do
-    uint32_t held[bins] = {};
-    for (int64_t i = 0; i < size; ++i) ++held[bits<uint32_t>(x[i]) >> shift];
-    int64_t above = 0;
-    uint32_t bin = bins - 1;
-    for (; above + held[bin] < count; --bin) above += held[bin];
-    int64_t candidates = 0;
-    for (int64_t i = 0; i < size; ++i)
-        if (bits<uint32_t>(x[i]) >> shift == bin) work[candidates++] = x[i];
-    std::nth_element(work, work + (count - above - 1), work + candidates, [](float a, float b) { return a > b; });
-    const float least = work[count - above - 1];
-    int64_t equal = count - above;
-    for (int64_t i = 0; i < candidates; ++i) equal -= work[i] > least;
-    for (int64_t i = 0; i < size; ++i)
-        if (x[i] > least || (x[i] == least && equal-- > 0)) *places++ = uint16_t(i);
+    const auto descending = [](float a, float b) { return a > b; };
+    int64_t deal = 1;  // numbers in a heap; they lie `heaps` apart
+    while (deal < 64 && size % (2 * deal) == 0 && size / (2 * deal) >= 2 * int64_t(count)) deal *= 2;
+    const int64_t heaps = size / deal;
+    float *greatest = work, *wanted = work + heaps;
+    for (int64_t i = 0; i < heaps; ++i) greatest[i] = x[i];
+    for (int64_t d = 1; d < deal; ++d)
+        for (int64_t i = 0; i < heaps; ++i) greatest[i] = x[d * heaps + i] > greatest[i] ? x[d * heaps + i] : greatest[i];
+    std::copy(greatest, greatest + heaps, wanted);
+    std::nth_element(wanted, wanted + count - 1, wanted + heaps, descending);
+    const float least = wanted[count - 1];
+    int64_t found = 0;
+    auto* place = reinterpret_cast<uint32_t*>(wanted);
+    for (int64_t i = 0; i < heaps; ++i)
+        for (int64_t d = 0; d < deal && greatest[i] >= least; ++d)
+            if (x[d * heaps + i] >= least) place[found++] = uint32_t(d * heaps + i);
+    // Places that order as their numbers do, equal ones by themselves.
+    const auto before = [&](uint32_t a, uint32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); };
+    if (found > count) std::nth_element(place, place + count - 1, place + found, before);
+    std::sort(place, place + count);
+    for (int i = 0; i < count; ++i) places[i] = uint16_t(place[i]);
 }
 
 inline double inverse_of(double deviation) { return 1 / (deviation > 1e-300 ? deviation : 1e-300); }
