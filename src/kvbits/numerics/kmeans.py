@@ -23,8 +23,8 @@ def fit(x: torch.Tensor, weights: torch.Tensor | None, count: int) -> torch.Tens
     """
     x = x.flatten().double().clamp(-1, 1)
     w = torch.ones_like(x) if weights is None else weights.flatten().double()
-    if not bool(w.sum() > 0):
-        w = torch.ones_like(x)
+    largest = w.max() if len(w) else w.sum()
+    w = w / largest if bool(largest > 0) else torch.ones_like(x)  # a sum of the smallest would be rounded to zero
     bins = ((x + 1) * (BINS / 2)).long().clamp_(max=BINS - 1)
     mass = torch.zeros(BINS, dtype=torch.float64, device=x.device).index_add_(0, bins, w)
     moment = torch.zeros_like(mass).index_add_(0, bins, w * x)
