@@ -240,7 +240,9 @@ class Scheme:
             else:
                 raise ValueError(_bad_item(text, item))
         if key is None or value is None:
-            missing = "name a scheme" if key is value else f"'{'k' if key is None else 'v'}=' is missing"
+            missing = (
+                "name a scheme" if key is None and value is None else f"'{'k' if key is None else 'v'}=' is missing"
+            )
             raise ValueError(f"{text!r} is not a scheme: {missing}; for example 'int4' or 'k=int4-channel,v=int4'")
         for name in ("pre_rope", "centred"):
             chosen.setdefault(name, getattr(key, name))
@@ -336,8 +338,8 @@ def _named(name: str) -> _Named:
             changes["outliers"] = _fraction(match["percent"])
         if match and match["qnorm"]:
             changes["qnorm"] = True
-        key, value = (_changed(codec, changes) if changes else codec for codec in (entry.key, entry.value))
-        return _Named(key, value, entry.pre_rope, entry.centred)
+        pair = _changed(entry.key, changes), _changed(entry.value, changes)
+        return _Named(*pair, entry.pre_rope, entry.centred)
     codec = parse_codec(name)
     return _Named(codec, codec)
 

@@ -21,8 +21,13 @@ OUTLIER_STEP = 1e-5
 """Fractions are rounded to this, a thousandth of a percent: less than one entry of any block."""
 Self = TypeVar("Self", bound="Grouped")
 
-_DIRECTION = {"": ("token", None), "-channel": ("channel", None), "-static": ("channel", 0), "-token": ("token", None)}
-_DIRECTION["-calibrated"] = _DIRECTION["-static"]
+_DIRECTION: dict[str, tuple[groups.Along, int | None]] = {
+    "": ("token", None),
+    "-token": ("token", None),
+    "-channel": ("channel", None),
+    "-static": ("channel", 0),
+    "-calibrated": ("channel", 0),
+}
 
 
 def grouped_pattern(name: str, bits: tuple[int, ...], directions: str = "-channel") -> re.Pattern[str]:

@@ -65,6 +65,9 @@ class NonUniform(Grouped):
 
     def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
         params = super().fit(samples, weights)
+        if self.per == "channel" and not self.static:  # whole groups
+            whole = samples.shape[-2] // self.group * self.group
+            samples, weights = samples[..., :whole, :], None if weights is None else weights[..., :whole, :]
         x = samples.float()
         error = torch.ones_like(x) if weights is None else weights.float()
         if self.static:
@@ -76,7 +79,7 @@ class NonUniform(Grouped):
             grouped, dim = groups.split(x, self.per, self.group)
             error, _ = groups.split(error, self.per, self.group)
             real = groups.weights(channels, self.per, self.group, x.device)
-            count = outliers.entries(self.outliers, tokens, channels)
+            count = round(self.outliers * tokens * channels)  # of a sample, which is longer than a block
             chosen = outliers.find(grouped, dim, count, real) if count else None
             scale, zero = self.choose(grouped, dim, real, chosen)
             levels = affine.to_levels(grouped, scale, zero)
