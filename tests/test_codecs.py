@@ -697,8 +697,8 @@ def test_saturation_is_told_where_many_values_lie_far_outside(case: CodecCase) -
     warning = codec.saturation(x + 5, params)
     assert warning is not None
     assert re.fullmatch(
-        rf"[\d.]+% of the elements lie far outside the static ranges of {case.spelling} and saturate; calibrate on text "
-        r"like this, or use a scheme with scales of its own in each block",
+        rf"[\d.]+% of the elements lie far outside the static ranges of {case.spelling} and saturate; calibrate on "
+        r"text like this, or use a scheme with scales of its own in each block",
         warning,
     )
     assert bool(codec.decode(codec.encode(x + 5, params), params).isfinite().all())
