@@ -39,7 +39,8 @@ def transform(x: torch.Tensor) -> torch.Tensor:
         first, second = pair[..., 0, :], pair[..., 1, :]
         out = torch.stack([first + second, first - second], dim=-2).flatten(-3)
         width *= 2
-    return out.flatten(-2) * unit
+    flat: torch.Tensor = out.flatten(-2)
+    return flat * unit
 
 
 @functools.cache
