@@ -195,8 +195,8 @@ class Scheme:
             options.append(f"sinks={self.sinks}")
         if self.block != BLOCK_TOKENS:
             options.append(f"block={self.block}")
-        pair = _known_pair(self.key, self.value) or f"k={self.key},v={self.value}"
-        usual = _named(pair) if "=" not in pair else _Named(self.key, self.value)
+        known = _known_pair(self.key, self.value)
+        pair, usual = known or f"k={self.key},v={self.value}", _named(known or str(self.key))
         modifiers = []
         if self.pre_rope != usual.pre_rope:
             modifiers.append("pre-rope" if self.pre_rope else "post-rope")
@@ -216,17 +216,21 @@ class Scheme:
             return text
         if not isinstance(text, str):
             raise TypeError(f"a scheme is a string such as 'int4' or a kvbits.Scheme, not {type(text).__name__}")
-        sides: dict[str, _Named] = {}
+        key: _Named | None = None
+        value: Codec | None = None
         chosen: dict[str, Any] = {}
         overrides: list[Override] = []
         for item in _items(_spelled_out(text)):
             left, equals, right = item.rpartition("=")
             if item in _MODIFIERS and _MODIFIERS[item][0] not in chosen:
                 chosen[_MODIFIERS[item][0]] = _MODIFIERS[item][1]
-            elif not equals and not sides:
-                sides = dict.fromkeys("kv", _named(item))
-            elif left in ("k", "v") and left not in sides:
-                sides[left] = _named(right)
+            elif not equals and key is None and value is None:
+                key = _named(item)
+                value = key.value
+            elif left == "k" and key is None:
+                key = _named(right)
+            elif left == "v" and value is None:
+                value = _value_named(right)
             elif left == "outliers" and left not in chosen:
                 chosen[left] = _fraction(right)
             elif left in _OPTIONS and left not in chosen:
@@ -235,17 +239,19 @@ class Scheme:
                 overrides.append(Override(tuple(map(int, match[1].split(","))), *parse_pair(right)))
             else:
                 raise ValueError(_bad_item(text, item))
-        if len(sides) < 2:
-            missing = "name a scheme" if not sides else f"'{'v' if 'k' in sides else 'k'}=' is missing"
+        if key is None or value is None:
+            missing = (
+                "name a scheme" if key is None and value is None else f"'{'k' if key is None else 'v'}=' is missing"
+            )
             raise ValueError(f"{text!r} is not a scheme: {missing}; for example 'int4' or 'k=int4-channel,v=int4'")
-        key, value = sides["k"].key, sides["v"].value
-        if changes := {name: chosen.pop(name) for name in ("outliers", "qnorm") if name in chosen}:
-            key, value = (_changed(codec, changes) for codec in (key, value))
-        if isinstance(key, Exact) and isinstance(value, Exact):
-            chosen.setdefault("residual", None)
         for name in ("pre_rope", "centred"):
-            chosen.setdefault(name, getattr(sides["k"], name))
-        return Scheme(key, value, overrides=tuple(overrides), **chosen)
+            chosen.setdefault(name, getattr(key, name))
+        codecs = key.key, value
+        if changes := {name: chosen.pop(name) for name in _CHANGES if name in chosen}:
+            codecs = _changed(codecs[0], changes), _changed(codecs[1], changes)
+        if all(isinstance(codec, Exact) for codec in codecs):
+            chosen.setdefault("residual", None)
+        return Scheme(*codecs, overrides=tuple(overrides), **chosen)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data; :meth:`from_json` reads it back."""
@@ -291,10 +297,17 @@ def parse_codec(name: str) -> Codec:
     """
     if not isinstance(name, str):
         raise ValueError(f"{name!r} is not the name of a codec; give a string such as 'int4'")
+    codec = _spelled(name)
+    if codec is None:
+        raise ValueError(f"unknown scheme {name!r}{_near(name)}")
+    return codec
+
+
+def _spelled(name: str) -> Codec | None:
     for kind in CODECS:
         if match := kind.pattern.fullmatch(name):
             return kind.from_match(match)
-    raise ValueError(f"unknown scheme {name!r}{_near(name)}")
+    return None
 
 
 class _Named(NamedTuple):
@@ -316,7 +329,7 @@ def _named(name: str) -> _Named:
     """As :func:`parse_pair`, and what a scheme of that name begins with."""
     key, slash, value = name.partition("/")
     if slash:
-        return _named(key)._replace(value=_named(value).value)
+        return _named(key)._replace(value=_value_named(value))
     match = _WITH_OUTLIERS.fullmatch(name)
     plain = match["plain"] if match else name
     if entry := BY_NAME.get(plain):
@@ -325,28 +338,36 @@ def _named(name: str) -> _Named:
             changes["outliers"] = _fraction(match["percent"])
         if match and match["qnorm"]:
             changes["qnorm"] = True
-        key, value = (_changed(codec, changes) if changes else codec for codec in (entry.key, entry.value))
-        return _Named(key, value, entry.pre_rope, entry.centred)
+        pair = _changed(entry.key, changes), _changed(entry.value, changes)
+        return _Named(*pair, entry.pre_rope, entry.centred)
     codec = parse_codec(name)
     return _Named(codec, codec)
 
 
+def _value_named(name: str) -> Codec:
+    """What ``name`` stands for where values are named: of a name that is a codec's and a pair's, the codec."""
+    return _spelled(name) or _named(name).value
+
+
 def _changed(codec: Codec, changes: Mapping[str, Any]) -> Codec:
-    """``codec`` with outliers or Q-Norm; ValueError where it has none."""
+    """``codec`` with outliers or Q-Norm; ValueError where it has none, or others already."""
     for name, why in _CHANGES.items():
         if name in changes and not _has(codec, name):
-            able = [kind.examples[0] for kind in CODECS if _has(kind, name) and not getattr(kind, "dense_only", "")]
+            able = [kind.examples[0] for kind in CODECS if _has(kind, name)]
             raise ValueError(f"{codec} {why}; {name} goes with {', '.join(able)}")
-    return replace(codec, **changes)
+    changed = replace(codec, **changes)
+    if any(getattr(codec, name) not in (0, getattr(changed, name)) for name in changes):
+        raise ValueError(f"{codec} names its outliers already: they cannot be {100 * changes['outliers']:g}% as well")
+    return changed
 
 
 def _has(codec: Codec | type[Codec], name: str) -> bool:
-    return any(field.name == name for field in fields(codec))
+    return not getattr(codec, "dense_only", "") and any(field.name == name for field in fields(codec))
 
 
 def _known_pair(key: Codec, value: Codec) -> str | None:
     """How a pair of codecs is called, or None."""
-    if key == value:
+    if key == value and parse_pair(str(key)) == (key, value):
         return str(key)
     changes = {name: getattr(key, name) for name in _CHANGES if getattr(key, name, None)}
     for entry in CATALOGUE:
@@ -383,15 +404,18 @@ def _number(name: str, text: str) -> int:
 
 
 def _near(name: str) -> str:
-    names = sorted(BY_NAME.keys() | {example for codec in CODECS for example in codec.examples})
+    pairs = [entry for entry in CATALOGUE if entry.key != entry.value]
+    spelled = {example for codec in CODECS for example in codec.examples}
+    names = sorted(BY_NAME.keys() | spelled | {f"{entry.name}-1%" for entry in pairs})
     near = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
     hint = f"; near: {', '.join(near)}" if near else ""
-    pair = next((entry for entry in CATALOGUE if entry.key != entry.value and name.startswith(entry.name)), None)
+    pair = next((entry for entry in pairs if re.fullmatch(rf"{entry.name}-(channel|gs).*", name)), None)
     if pair is not None:
         hint = f"; {pair.name} is k={pair.key},v={pair.value}: change its groups there"
     return (
-        f"{hint}. Known: {', '.join(BY_NAME)}; int, nf and hqq also with -channel (groups of tokens instead of "
-        "channels) and with -gs16, -gs32, -gs64 or -gs128"
+        f"{hint}. Known: {', '.join(BY_NAME)}; int, nf, rot and hqq also with -channel (groups of tokens instead of "
+        "channels) and with -gs16, -gs32, -gs64 or -gs128; all of these but hqq with -static (one scale for each "
+        "channel of a layer) and, last, with outliers such as -1%"
     )
 
 
