@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +27,13 @@ from kvbits.hf.loading import load_model, load_tokenizer
 PEERS = ("hf:dynamic", "hf:quanto4", "hf:quanto2")
 
 
-def make(model: Any, scheme: str) -> Cache:
+def make(model: Any, scheme: str, calibration: Path | None = None) -> Cache:
     """An empty cache: a kvbits scheme, or one of the peers."""
     if scheme == "hf:dynamic":
         return DynamicCache(config=model.config)
     if scheme.startswith("hf:quanto"):
         return QuantizedCache(backend="quanto", config=model.config, nbits=int(scheme[-1]))
-    return kvbits.cache_for(model, scheme)
+    return kvbits.cache_for(model, scheme, calibration=calibration)
 
 
 def filled(model: Any, scheme: str, source: DynamicCache) -> Cache:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,16 @@ from common import SEED, prose, write
 from decode import make
 from transformers import Cache
 
+from kvbits.cache import LayerCache
 from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
 from kvbits.hf.loading import load_model, load_tokenizer
+from kvbits.rotary import Rotary
+from kvbits.scheme import Scheme
 
 SCHEMES = "int8,fp8,kivi4,int4,nf4,hqq4,int3,kivi2,int2,hf:quanto4,hf:quanto2"
+BITS_AT = 8000
+"""Tokens at which the bits per element are counted, everything that a layer allocates included."""
 
 
 def log_probabilities(model: Any, ids: torch.Tensor, cache: Cache, chunk: int) -> torch.Tensor:
@@ -36,11 +43,78 @@ def log_probabilities(model: Any, ids: torch.Tensor, cache: Cache, chunk: int) -
     return torch.cat(rows)
 
 
+def windows_of(model_name: str, text: str, windows: int, length: int) -> torch.Tensor:
+    """The first tokens of ``text``, int64 ``[windows, length]``."""
+    ids = load_tokenizer(model_name)(text, return_tensors="pt").input_ids[0]
+    if len(ids) < windows * length:
+        raise SystemExit(f"the text has {len(ids)} tokens, not {windows} x {length}")
+    return ids[: windows * length].unflatten(0, (windows, length))
+
+
+def bits_at(model: Any, scheme: str, tokens: int = BITS_AT) -> float:
+    """Bits per element that one layer of the model's shape really allocates after a prompt, in bfloat16."""
+    config = model.config.get_text_config(decoder=True)
+    channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotary = Rotary(10_000 ** -(torch.arange(channels // 2) / (channels // 2)))
+    generator = torch.Generator().manual_seed(SEED)
+    prompt = torch.randn(2, 1, config.num_key_value_heads, tokens, channels, generator=generator).bfloat16()
+    layer = LayerCache(replace(Scheme.parse(scheme), overrides=()), rotary=rotary)
+    layer.append(*prompt)
+    return 8 * sum(layer.nbytes().values()) / layer.elements
+
+
+def measure(
+    model: Any, windows: torch.Tensor, schemes: Sequence[str], chunk: int, calibration: Path | None = None
+) -> list[dict[str, Any]]:
+    """One row a scheme: its KL to the exact cache over ``windows [W, T]``, fed ``chunk`` tokens at a time."""
+    totals: dict[str, list[torch.Tensor]] = {scheme: [] for scheme in ["hf:dynamic", *schemes]}
+    agree: dict[str, float] = dict.fromkeys(totals, 0.0)
+    loss: dict[str, list[torch.Tensor]] = {scheme: [] for scheme in totals}
+    seconds: dict[str, float] = dict.fromkeys(totals, 0.0)
+    packed: dict[str, float] = {}
+    with torch.no_grad():
+        for window in windows:
+            exact = log_probabilities(model, window[None], make(model, "hf:dynamic"), chunk)
+            for scheme in totals:
+                start = time.perf_counter()
+                cache = make(model, scheme, calibration)
+                # The exact cache in one piece: the noise floor.
+                step = windows.shape[1] if scheme == "hf:dynamic" else chunk
+                found = log_probabilities(model, window[None], cache, step)
+                seconds[scheme] += time.perf_counter() - start
+                totals[scheme].append((exact.exp() * (exact - found)).sum(-1))
+                loss[scheme].append(-found[:-1].gather(1, window[1:, None])[:, 0])
+                agree[scheme] += float((exact.argmax(-1) == found.argmax(-1)).float().mean()) / len(windows)
+                if isinstance(cache, KVCache):
+                    packed[scheme] = bits_at(model, scheme)
+    rows = []
+    for scheme, values in totals.items():
+        kl, nll = torch.cat(values), torch.cat(loss[scheme])
+        by_window = torch.stack([value.mean() for value in values])
+        rows.append(
+            {
+                "scheme": scheme,
+                "kl_mean": float(kl.mean()),
+                "kl_se": float(by_window.std() / math.sqrt(len(by_window))) if len(by_window) > 1 else None,
+                "kl_median": float(kl.median()),
+                "kl_p999": float(kl.quantile(0.999)),
+                "top1": agree[scheme],
+                "ppl": math.exp(float(nll.mean())),
+                "ppl_se": math.exp(float(nll.mean())) * float(nll.std()) / math.sqrt(len(nll)),
+                f"bits_at_{BITS_AT}": packed.get(scheme),
+                "seconds": seconds[scheme],
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--schemes", default=SCHEMES, help="separated by semicolons or commas without options")
+    parser.add_argument("--calibration", type=Path, help="folder that 'kvbits calibrate' wrote")
     parser.add_argument("--text", type=Path, help="a text file; default: Python's help topics")
     parser.add_argument("--text-name", help="what to call it in the results")
     parser.add_argument("--windows", type=int, default=4)
@@ -49,48 +123,11 @@ def main() -> None:
     parser.add_argument("--out", default="quality")
     options = parser.parse_args()
     torch.manual_seed(SEED)
-    separator = ";" if ";" in options.schemes else ","
-    schemes = options.schemes.split(separator)
+    schemes = options.schemes.split(";" if ";" in options.schemes else ",")
     model = load_model(options.model, dtype=getattr(torch, options.dtype))
     text = options.text.read_text(encoding="utf-8") if options.text else prose(8 * options.windows * options.length)
-    ids = load_tokenizer(options.model)(text, return_tensors="pt").input_ids
-    windows = ids[0, : options.windows * options.length].unflatten(0, (options.windows, options.length))
-    totals: dict[str, list[torch.Tensor]] = {scheme: [] for scheme in ["hf:dynamic", *schemes]}
-    agree: dict[str, float] = dict.fromkeys(totals, 0.0)
-    loss: dict[str, list[torch.Tensor]] = {scheme: [] for scheme in totals}
-    bits: dict[str, float] = {}
-    seconds: dict[str, float] = dict.fromkeys(totals, 0.0)
-    with torch.no_grad():
-        for window in windows:
-            exact = log_probabilities(model, window[None], make(model, "hf:dynamic"), options.chunk)
-            for scheme in totals:
-                start = time.perf_counter()
-                cache, chunk = make(model, scheme), options.chunk
-                chunk = options.length if scheme == "hf:dynamic" else chunk
-                found = log_probabilities(model, window[None], cache, chunk)
-                seconds[scheme] += time.perf_counter() - start
-                totals[scheme].append((exact.exp() * (exact - found)).sum(-1))
-                loss[scheme].append(-found[:-1].gather(1, window[1:, None])[:, 0])
-                agree[scheme] += float((exact.argmax(-1) == found.argmax(-1)).float().mean()) / len(windows)
-                if isinstance(cache, KVCache):
-                    bits[scheme] = cache.bits_per_element
-    rows = []
-    for scheme, values in totals.items():
-        kl, nll = torch.cat(values), torch.cat(loss[scheme])
-        rows.append(
-            {
-                "scheme": scheme,
-                "kl_mean": float(kl.mean()),
-                "kl_median": float(kl.median()),
-                "kl_p999": float(kl.quantile(0.999)),
-                "top1": agree[scheme],
-                "ppl": math.exp(float(nll.mean())),
-                "ppl_se": math.exp(float(nll.mean())) * float(nll.std()) / math.sqrt(len(nll)),
-                "bits_per_element": bits.get(scheme),
-                "seconds": seconds[scheme],
-            }
-        )
-        print(rows[-1], flush=True)
+    windows = windows_of(options.model, text, options.windows, options.length)
+    rows = measure(model, windows, schemes, options.chunk, options.calibration)
     more = {name: getattr(options, name) for name in ("model", "dtype", "windows", "length", "chunk")}
     text_name = options.text_name or (options.text.name if options.text else "pydoc_data.topics")
     print(write(options.out, rows, **more, text=text_name))

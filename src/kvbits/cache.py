@@ -11,15 +11,16 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
-from kvbits.attend import KVView
-from kvbits.codecs import Codec
+from kvbits.attend import KVView, Transform
 from kvbits.encode import Unsound, encode
+from kvbits.numerics import hadamard
 from kvbits.numerics.cast import narrow
 from kvbits.numerics.modes import without_autocast
+from kvbits.rotary import Rotary
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import BlockStore, Record
@@ -28,6 +29,8 @@ from kvbits.types import Packed, Params
 ENCODE_BLOCKS = 16
 """Blocks encoded at a time, so that packing a long prompt needs little memory beside it."""
 
+_Ranges: TypeAlias = Sequence[tuple[int | None, int]]
+"""Rows (None: all of them) and how many blocks each packs."""
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
 
@@ -68,14 +71,25 @@ class LayerCache:
         window: tokens that the layer can see back to, its own included, for sliding windows; older blocks are
             dropped and there are no sinks.
         name: for error messages, such as ``layer 3``.
+        rotary: how the keys are rotated, for schemes that take the rotary embedding off; None where they are not.
+        learned: params of keys and values from calibration, a key mean among them where the scheme is centred. What
+            is not among them is taken from the first tokens that are packed.
     """
 
-    def __init__(self, scheme: Scheme, window: int | None = None, name: str = "layer") -> None:
+    def __init__(
+        self,
+        scheme: Scheme,
+        window: int | None = None,
+        name: str = "layer",
+        rotary: Rotary | None = None,
+        learned: tuple[Params, Params] = ({}, {}),
+    ) -> None:
         if scheme.overrides:
             raise ValueError(f"{scheme} has overrides: give a layer its own scheme, Scheme.for_layer(index, count)")
         if window is not None and not scheme.packs:
             scheme = replace(scheme, residual=window)  # what is packed, here as it is, can be left behind
-        self.scheme, self.window, self.name = scheme, window, name
+        self.scheme, self.window, self.name, self.learned = scheme, window, name, learned
+        self.rotary = rotary if scheme.pre_rope or scheme.centred else None
         self.sinks = scheme.sinks if window is None else 0
         self.reset()
 
@@ -86,9 +100,9 @@ class LayerCache:
         self.values: torch.Tensor | None = None
         self.held: list[int] = []
         self.store: BlockStore | None = None
-        self.key_params: Params = {}
-        self.value_params: Params = {}
+        self.key_params, self.value_params = self.learned
         self.fitted = (False, False)
+        self._transformed: tuple[object, Transform, Transform] | None = None
         self.warned: set[str] = set()
         self.dropped = 0
 
@@ -196,20 +210,19 @@ class LayerCache:
         blocks = [self._packable(tokens) for tokens in total]
         # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
         ranges = [(None, blocks[0])] if rows.valid is None else list(enumerate(blocks))
+        most = self.store.longest + max(blocks)
         params, fitted = [self.key_params, self.value_params], list(self.fitted)
-        for side, codec in enumerate((self.scheme.key, self.scheme.value)):
+        for side in range(2):
             if not fitted[side]:
-                samples = self._first_packed(work[side], ranges)
-                params[side] = codec.fit(samples)
-                # All zeros say nothing of what will come, and stay zeros under any other parameters.
-                fitted[side] = not params[side] or bool(samples.any())
+                params[side], fitted[side] = self._fit(side, work[side], ranges, rows, most)
+        transforms = self._transforms(params[0], rows, most)
         encoded = [
-            (row, self._encode(work[0], row, count, self.scheme.key, params[0], "keys"),
-             self._encode(work[1], row, count, self.scheme.value, params[1], "values"))
+            (row, self._encode(0, work[0], row, count, params[0], transforms[0]),
+             self._encode(1, work[1], row, count, params[1], transforms[1]))
             for row, count in ranges if count
         ]  # fmt: skip
         copies = len(total) if rows.valid is None else 1
-        self.store.reserve(copies * sum(count for _, count in ranges), self.store.longest + max(blocks))
+        self.store.reserve(copies * sum(count for _, count in ranges), most)
         left = [tokens - count * self.scheme.block for tokens, count in zip(total, blocks, strict=True)]
         rest = [self._rest(x, total, left) for x in work]
         # Nothing below allocates or can fail.
@@ -222,23 +235,69 @@ class LayerCache:
         self.held, (self.keys, self.values) = left, rest
         return view
 
-    def _first_packed(self, work: torch.Tensor, ranges: Sequence[tuple[int | None, int]]) -> torch.Tensor:
-        """The tokens to be packed, as samples ``[B or 1, H, T, D]``: none that stay exact, whatever they hold."""
+    def _fit(self, side: int, work: torch.Tensor, ranges: _Ranges, rows: Rows, most: int) -> tuple[Params, bool]:
+        """What to learn of one side from the first tokens that are packed, and whether that is final."""
+        codec = (self.scheme.key, self.scheme.value)[side]
+        params = dict(self.learned[side])
+        if side == 0 and "mean" in self.key_params:
+            params["mean"] = self.key_params["mean"]
+        if side == 0 and self.scheme.centred and "mean" not in params:
+            before_rope = replace(self._transforms({}, rows, most)[0], rotation=None, whole=True)
+            params["mean"] = self._first_packed(work, ranges, before_rope).mean(dim=(0, 2))
+        if not codec.learns or set(self.learned[side]) - {"mean"}:
+            return params, True
+        samples = self._first_packed(work, ranges, self._transforms(params, rows, most)[side])
+        params.update(codec.fit(samples))
+        # All zeros say nothing of what will come. They stay zeros under any other scale, but not beside a zero.
+        return params, codec.format.zero or bool(samples.any())
+
+    def _first_packed(self, work: torch.Tensor, ranges: _Ranges, transform: Transform) -> torch.Tensor:
+        """The tokens to be packed, as ``[B or 1, H, T, D]`` of samples: none that stay exact, whatever they hold."""
         size, sinks = self.scheme.block, self.sinks
-        pieces = [
-            (work if row is None else work[row : row + 1])[:, :, sinks : sinks + count * size] for row, count in ranges
-        ]
+        pieces = []
+        for row, count in ranges:
+            piece = (work if row is None else work[row : row + 1])[:, :, sinks : sinks + count * size]
+            pieces.append(piece if transform.is_nothing else transform.of_row(row).apply(piece, self._begin(row)))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
+    def _begin(self, row: int | None) -> int:
+        """The first block that is new in a row."""
+        assert self.store is not None
+        return self.store.counts[row or 0]
+
+    def _transforms(self, key_params: Params, rows: Rows, blocks: int) -> tuple[Transform, Transform]:
+        """What is done to keys and values before they are encoded, for ``blocks`` blocks of every row."""
+        assert self.keys is not None and self.values is not None
+        scheme, device, mean = self.scheme, self.keys.device, key_params.get("mean")
+        state = (mean, rows.runs, self.dropped, blocks)
+        held = self._transformed
+        if held is not None and all(a is b or (a is not mean and a == b) for a, b in zip(held[0], state, strict=True)):
+            return held[1], held[2]
+        rotations = [
+            hadamard.rotation(buffer.shape[3]).to(device) if codec.rotates else None
+            for codec, buffer in ((scheme.key, self.keys), (scheme.value, self.values))
+        ]
+        rope = None
+        if self.rotary is not None and blocks:
+            rope = self.rotary.rope(rows, self.sinks + self.dropped, scheme.block, blocks, device)
+        pair = Transform(mean, rotations[0], rope, whole=scheme.pre_rope), Transform(rotation=rotations[1])
+        self._transformed = (state, *pair)
+        return pair
+
     def _encode(
-        self, work: torch.Tensor, row: int | None, blocks: int, codec: Codec, params: Params, what: str
+        self, side: int, work: torch.Tensor, row: int | None, blocks: int, params: Params, transform: Transform
     ) -> list[Packed]:
         block, sinks = self.scheme.block, self.sinks
+        codec, what = ((self.scheme.key, "keys"), (self.scheme.value, "values"))[side]
         x = work if row is None else work[row : row + 1]
+        transform = transform.of_row(row)
         packed = []
         for first in range(0, blocks, ENCODE_BLOCKS):
             last = min(blocks, first + ENCODE_BLOCKS)
-            piece = x[:, :, sinks + first * block : sinks + last * block].unflatten(2, (-1, block))
+            piece = x[:, :, sinks + first * block : sinks + last * block]
+            if not transform.is_nothing:
+                piece = transform.apply(piece, self._begin(row) + first)
+            piece = piece.unflatten(2, (-1, block))
             try:
                 packed.append(encode(codec, piece, params))
             except Unsound as found:
@@ -300,6 +359,7 @@ class LayerCache:
     def _view(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> KVView:
         assert self.store is not None
         longest = max(self.held, default=0)
+        key_transform, value_transform = self._transforms(self.key_params, self.rows, self.store.longest)
         return KVView(
             scheme=self.scheme,
             keys=keys[:, :, :longest],
@@ -312,6 +372,8 @@ class LayerCache:
             rows=self.rows,
             dropped=self.dropped,
             offset=offset,
+            key_transform=key_transform,
+            value_transform=value_transform,
         )
 
     def nbytes(self) -> dict[str, int]:
@@ -410,17 +472,21 @@ class LayerCache:
         Only that one block of a row is ever decoded, however far back a crop goes.
         """
         assert self.keys is not None and self.values is not None and self.store is not None
-        view = self.store.view()
-        sides = ((self.keys, self.scheme.key, self.key_params), (self.values, self.scheme.value, self.value_params))
+        view = self.view()
+        sides = (
+            (self.keys, self.scheme.key, self.key_params, view.key_transform),
+            (self.values, self.scheme.value, self.value_params, view.value_transform),
+        )
         restored = []
-        for side, (buffer, codec, params) in enumerate(sides):
+        for side, (buffer, codec, params, transform) in enumerate(sides):
             fresh = self._buffer(buffer, max(left))
             for row, (first, tokens, new, old) in enumerate(zip(blocks, border, left, self.held, strict=True)):
                 begin = min(old, self.sinks, new)
                 fresh[row, :, :begin] = buffer[row, :, :begin]
                 if tokens:
-                    packed = {name: part[row] for name, part in view.read(first, first + 1)[side].items()}
-                    decoded = codec.decode(packed, params).flatten(1, 2)[:, :tokens]
+                    packed = {name: part[row] for name, part in view.blocks.read(first, first + 1)[side].items()}
+                    decoded = transform.of_row(row).undo(codec.decode(packed, params).flatten(1, 2)[None], first)
+                    decoded = decoded[0, :, :tokens]
                     fresh[row, :, begin : begin + tokens] = narrow(decoded, buffer.dtype)
                 recent = new - begin - tokens
                 fresh[row, :, begin + tokens : new] = buffer[row, :, begin : begin + recent]

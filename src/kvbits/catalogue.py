@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbits.codecs import Affine, Codec, Exact, Fp8, Fp8Static, HalfQuadratic, NormalFloat
+from kvbits.codecs import (
+    Affine,
+    Codec,
+    Exact,
+    Fp8,
+    Fp8Static,
+    HalfQuadratic,
+    LloydMax,
+    NonUniform,
+    NormalFloat,
+    Rotated,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +28,7 @@ class Entry:
         formula: what is stored, in one line.
         paper: where it is from.
         advice: when to take it.
+        pre_rope, centred: what the scheme of this name begins with; see :class:`kvbits.Scheme`.
     """
 
     name: str
@@ -25,6 +37,8 @@ class Entry:
     formula: str
     paper: str
     advice: str
+    pre_rope: bool = False
+    centred: bool = False
 
 
 def _same(codec: Codec, formula: str, paper: str, advice: str) -> Entry:
@@ -44,6 +58,19 @@ _KIVI_FORMULA = "K: x ~ scale (code - zero) per channel and 32 tokens; V: per to
 def _kivi(bits: int, advice: str) -> Entry:
     key, value = Affine(bits, "channel", 32), Affine(bits, "token", 32)
     return Entry(f"kivi{bits}", key, value, _KIVI_FORMULA, _KIVI, advice)
+
+
+_KVQUANT = "KVQuant, arXiv 2401.18079, sections 3.1 to 3.4"
+_KVQUANT_FORMULA = "x ~ scale (table[code] - zero), fitted table; K: static per channel, before RoPE; V: per token"
+_ROTATED = "as int, after a Hadamard rotation over head_dim"
+_QUAROT = "QuaRot, arXiv 2404.00456, section 4.2"
+_DIRECTIONS = "rotated; x ~ scale table[code], scale = |x| / sqrt(D) per token and head, Lloyd-Max levels of N(0, 1)"
+_TURBO = "TurboQuant, arXiv 2504.19874, algorithm 1"
+
+
+def _non_uniform(bits: int, advice: str) -> Entry:
+    key, value = NonUniform(bits, "channel", 0), NonUniform(bits, "token", 64)
+    return Entry(f"nuq{bits}", key, value, _KVQUANT_FORMULA, _KVQUANT, advice, pre_rope=True)
 
 
 CATALOGUE: tuple[Entry, ...] = (
@@ -66,9 +93,31 @@ CATALOGUE: tuple[Entry, ...] = (
     _same(HalfQuadratic(4), _SPLIT, _HQQ, "as int4, slower to encode"),
     _same(HalfQuadratic(3), _SPLIT, _HQQ, "for comparison"),
     _same(HalfQuadratic(2), _SPLIT, _HQQ, "for comparison"),
+    _non_uniform(4, "calibrated; nuq4-1% keeps 1 % of the elements exactly beside the codes"),
+    _non_uniform(3, "calibrated; take nuq3-1%"),
+    _non_uniform(2, "calibrated; take nuq2-1%"),
+    Entry(
+        "int4-calibrated",
+        Affine(4, "channel", 0, calibrated=True),
+        Affine(4),
+        "K: x ~ scale (code - zero), static per channel, before RoPE; V: as int4",
+        "KVQuant, arXiv 2401.18079, sections 3.1 and 3.2",
+        "calibrated; for comparison",
+        pre_rope=True,
+    ),
+    _same(Fp8Static(calibrated=True), "x ~ scale e4m3, one scale per layer", "vLLM fp8 cache", "calibrated fp8-static"),
+    _same(Rotated(4), _ROTATED, _QUAROT, "take rot4,centred"),
+    _same(Rotated(3), _ROTATED, _QUAROT, "take rot3,centred"),
+    _same(Rotated(2), _ROTATED, _QUAROT, "for comparison"),
+    _same(LloydMax(4), _DIRECTIONS, _TURBO, "take lm4,centred: 4.25 bits"),
+    _same(LloydMax(3), _DIRECTIONS, _TURBO, "take lm3,centred: 3.25 bits"),
+    _same(LloydMax(2), _DIRECTIONS, _TURBO, "take lm2,centred: 2.25 bits"),
     _kivi(4, "the recommended one: 5 bits"),
     _kivi(2, "the smallest to try: 3 bits"),
 )
+
+ALIASES: dict[str, str] = {}
+"""Names that stand for whole schemes."""
 
 RECOMMENDED = "kivi4"
 """What the command line takes where no scheme is named."""

@@ -28,6 +28,15 @@ class Rotary:
         self._steps: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self._bases: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Rotary:
+        """The same: a model's embedding, which a copied cache shares."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the angles that are kept."""
+        return sum(x.nbytes for pair in (*self._steps.values(), *self._bases.values()) for x in pair)
+
     @property
     def channels(self) -> int:
         """Channels of a head that are rotated, the first ones; the others pass."""
@@ -48,7 +57,7 @@ class Rotary:
         return angles.cos().float().to(positions.device), angles.sin().float().to(positions.device)
 
     def rope(self, rows: Rows, first: int, block: int, count: int, device: torch.device) -> Rope:
-        """Angles of ``count`` blocks of ``block`` tokens in every row, the first of which begins at own token ``first``."""
+        """Angles of ``count`` blocks of ``block`` tokens in every row; the first begins at own token ``first``."""
         steps = self._steps.get((block, device))
         if steps is None:
             steps = self._steps[block, device] = self.cos_sin(torch.arange(block, device=device))

@@ -3,9 +3,13 @@
 Grammar (case and blanks do not matter)::
 
     scheme  = first { "," option }
-    first   = NAME                          both K and V, from the catalogue: int4, kivi2, nf4-gs32, ...
+    first   = NAME                          both K and V, from the catalogue: int4, kivi2, nuq3-1%, rot4, ...
             | "k=" NAME "," "v=" NAME       K and V each their own
-    option  = "residual=" N                 at least N most recent tokens stay exact (default 128)
+    option  = "pre-rope" | "post-rope"      keys are stored before (after) their rotary embedding
+            | "centred" | "uncentred"       a static mean, taken before RoPE, is subtracted from the keys (or not)
+            | "outliers=" P "%"             this share of the elements is kept exactly: int4,outliers=1% is int4-1%
+            | "qnorm"                       fitted tables decode with the mean and deviation that values had before
+            | "residual=" N                 at least N most recent tokens stay exact (default 128)
             | "sinks=" N                    the first N tokens stay exact (default 4)
             | "block=" N                    tokens packed at a time (default 128)
             | "layers[" I { "," I } "]=" NAME [ "/" NAME ]    these layers differ (K/V); -1 is the last
@@ -16,21 +20,36 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
-from kvbits.catalogue import BY_NAME, CATALOGUE
+from kvbits.catalogue import ALIASES, BY_NAME, CATALOGUE
 from kvbits.codecs import CODECS, Codec, Exact
+from kvbits.codecs.grouped import spell_percent
 
 RESIDUAL_TOKENS = 128
 SINK_TOKENS = 4
 BLOCK_TOKENS = 128
 BLOCKS = (32, 64, 128, 256)
 
+_CHANGES = {"outliers": "keeps no outliers beside its codes", "qnorm": "has no fitted table to normalise"}
+"""What a scheme may change in its codecs, and what those have not that refuse it."""
+
+_WITH_OUTLIERS = re.compile(r"(?P<plain>.+?)(?:-(?P<percent>(?:\d+(?:\.\d+)?|\.\d+)%))?(?P<qnorm>-qnorm)?")
+
 _EXACT_BITS = 16
 """Of an exact element, for estimates."""
 
 _OPTIONS = ("residual", "sinks", "block")
+_FIELDS = (*_OPTIONS, "pre_rope", "centred")
+_MODIFIERS: dict[str, tuple[str, bool]] = {
+    "pre-rope": ("pre_rope", True),
+    "post-rope": ("pre_rope", False),
+    "centred": ("centred", True),
+    "uncentred": ("centred", False),
+    "qnorm": ("qnorm", True),
+}
+"""What a word of the grammar sets."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,9 @@ class Scheme:
         sinks: the first tokens of each sequence that stay exact.
         block: tokens that are packed at a time.
         overrides: layers with other codecs.
+        pre_rope: keys are stored as they were before their rotary embedding (KVQuant, arXiv 2401.18079, section 3.2).
+        centred: a static mean for each layer, KV head and channel, taken before the rotary embedding, is subtracted
+            from the keys and added back when they are read. It costs no bits per token.
 
     A scheme whose codecs are both ``exact`` packs nothing unless ``residual`` was set: :attr:`packs` says so.
     """
@@ -70,6 +92,8 @@ class Scheme:
     sinks: int = SINK_TOKENS
     block: int = BLOCK_TOKENS
     overrides: tuple[Override, ...] = ()
+    pre_rope: bool = False
+    centred: bool = False
 
     def __post_init__(self) -> None:
         exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)
@@ -80,11 +104,20 @@ class Scheme:
                 raise ValueError(f"{name}={number!r} is not a number of tokens; give 0 or more")
         if not isinstance(self.block, int) or self.block not in BLOCKS:
             raise ValueError(f"block={self.block!r} is not a block length; allowed are {BLOCKS}")
-        for codec in (self.key, self.value, *(c for o in self.overrides for c in (o.key, o.value))):
+        for codec in self.codecs:
             if self.block % codec.block_multiple:
                 raise ValueError(
                     f"{codec} needs blocks of a multiple of {codec.block_multiple} tokens, not block={self.block}; "
                     f"allowed are {tuple(b for b in BLOCKS if b % codec.block_multiple == 0)}"
+                )
+        for name, flag in (("pre_rope", self.pre_rope), ("centred", self.centred)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}={flag!r} is neither True nor False")
+        for codec in (self.key, *(override.key for override in self.overrides)):
+            if self.pre_rope and codec.rotates:
+                raise ValueError(
+                    f"{codec} keys are rotated over head_dim, which does not commute with the rotary embedding: they "
+                    "cannot be stored before it; use 'centred', which takes what is constant before RoPE off them"
                 )
         named = [i for override in self.overrides for i in override.layers]
         if len(named) != len(set(named)):
@@ -94,6 +127,16 @@ class Scheme:
     def packs(self) -> bool:
         """Whether anything leaves the exact buffer."""
         return self.residual is not None
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """All of them, those of single layers too."""
+        return (self.key, self.value, *(codec for one in self.overrides for codec in (one.key, one.value)))
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it runs with a calibration of the model only."""
+        return any(codec.needs_calibration for codec in self.codecs)
 
     def for_layer(self, index: int, count: int) -> Scheme:
         """The scheme of layer ``index`` of ``count``, without overrides.
@@ -153,7 +196,13 @@ class Scheme:
         if self.block != BLOCK_TOKENS:
             options.append(f"block={self.block}")
         pair = _known_pair(self.key, self.value) or f"k={self.key},v={self.value}"
-        return ",".join([pair, *options, *map(str, self.overrides)])
+        usual = _named(pair) if "=" not in pair else _Named(self.key, self.value)
+        modifiers = []
+        if self.pre_rope != usual.pre_rope:
+            modifiers.append("pre-rope" if self.pre_rope else "post-rope")
+        if self.centred != usual.centred:
+            modifiers.append("centred" if self.centred else "uncentred")
+        return ",".join([pair, *modifiers, *options, *map(str, self.overrides)])
 
     @staticmethod
     def parse(text: str | Scheme) -> Scheme:
@@ -167,30 +216,36 @@ class Scheme:
             return text
         if not isinstance(text, str):
             raise TypeError(f"a scheme is a string such as 'int4' or a kvbits.Scheme, not {type(text).__name__}")
-        key = value = None
-        fields: dict[str, Any] = {}
+        sides: dict[str, _Named] = {}
+        chosen: dict[str, Any] = {}
         overrides: list[Override] = []
-        for item in _items(text):
+        for item in _items(_spelled_out(text)):
             left, equals, right = item.rpartition("=")
-            if not equals and key is None and value is None:
-                key, value = parse_pair(item)
-            elif left in ("k", "v") and (key if left == "k" else value) is None:
-                pair = parse_pair(right)
-                key, value = (pair[0], value) if left == "k" else (key, pair[1])
-            elif left in _OPTIONS and left not in fields:
-                fields[left] = _number(left, right)
+            if item in _MODIFIERS and _MODIFIERS[item][0] not in chosen:
+                chosen[_MODIFIERS[item][0]] = _MODIFIERS[item][1]
+            elif not equals and not sides:
+                sides = dict.fromkeys("kv", _named(item))
+            elif left in ("k", "v") and left not in sides:
+                sides[left] = _named(right)
+            elif left == "outliers" and left not in chosen:
+                chosen[left] = _fraction(right)
+            elif left in _OPTIONS and left not in chosen:
+                chosen[left] = _number(left, right)
             elif match := re.fullmatch(r"layers\[(-?\d+(?:,-?\d+)*)\]", left):
                 overrides.append(Override(tuple(map(int, match[1].split(","))), *parse_pair(right)))
             else:
                 raise ValueError(_bad_item(text, item))
-        if key is None or value is None:
-            missing = (
-                "name a scheme" if key is None and value is None else f"'{'k' if key is None else 'v'}=' is missing"
-            )
+        if len(sides) < 2:
+            missing = "name a scheme" if not sides else f"'{'v' if 'k' in sides else 'k'}=' is missing"
             raise ValueError(f"{text!r} is not a scheme: {missing}; for example 'int4' or 'k=int4-channel,v=int4'")
+        key, value = sides["k"].key, sides["v"].value
+        if changes := {name: chosen.pop(name) for name in ("outliers", "qnorm") if name in chosen}:
+            key, value = (_changed(codec, changes) for codec in (key, value))
         if isinstance(key, Exact) and isinstance(value, Exact):
-            fields.setdefault("residual", None)
-        return Scheme(key, value, overrides=tuple(overrides), **fields)
+            chosen.setdefault("residual", None)
+        for name in ("pre_rope", "centred"):
+            chosen.setdefault(name, getattr(sides["k"], name))
+        return Scheme(key, value, overrides=tuple(overrides), **chosen)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data; :meth:`from_json` reads it back."""
@@ -200,13 +255,15 @@ class Scheme:
             "residual": self.residual,
             "sinks": self.sinks,
             "block": self.block,
+            "pre_rope": self.pre_rope,
+            "centred": self.centred,
             "overrides": [{"layers": list(o.layers), "key": str(o.key), "value": str(o.value)} for o in self.overrides],
         }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Scheme:
         """Inverse of :meth:`to_json`. Raises ValueError for unknown, missing or impossible fields."""
-        _check_fields("a scheme", data, {"key", "value", "residual", "sinks", "block", "overrides"})
+        _check_fields("a scheme", data, {"key", "value", *_FIELDS, "overrides"})
         if not isinstance(data["overrides"], (list, tuple)):
             raise ValueError(f"overrides={data['overrides']!r} is not a list; give [] for none")
         overrides = []
@@ -215,7 +272,7 @@ class Scheme:
             if not isinstance(one["layers"], (list, tuple)):
                 raise ValueError(f"layers={one['layers']!r} names no layers; give a list of numbers such as [0, 1, -1]")
             overrides.append(Override(tuple(one["layers"]), parse_codec(one["key"]), parse_codec(one["value"])))
-        rest = {name: data[name] for name in _OPTIONS}
+        rest = {name: data[name] for name in _FIELDS}
         return Scheme(parse_codec(data["key"]), parse_codec(data["value"]), overrides=tuple(overrides), **rest)
 
 
@@ -240,27 +297,83 @@ def parse_codec(name: str) -> Codec:
     raise ValueError(f"unknown scheme {name!r}{_near(name)}")
 
 
+class _Named(NamedTuple):
+    """What a name stands for."""
+
+    key: Codec
+    value: Codec
+    pre_rope: bool = False
+    centred: bool = False
+
+
 def parse_pair(name: str) -> tuple[Codec, Codec]:
     """The codecs for K and V that a catalogue name, a codec's own spelling, or two with a slash between, stand for."""
-    if entry := BY_NAME.get(name):
-        return entry.key, entry.value
+    named = _named(name)
+    return named.key, named.value
+
+
+def _named(name: str) -> _Named:
+    """As :func:`parse_pair`, and what a scheme of that name begins with."""
     key, slash, value = name.partition("/")
     if slash:
-        return parse_pair(key)[0], parse_pair(value)[1]
+        return _named(key)._replace(value=_named(value).value)
+    match = _WITH_OUTLIERS.fullmatch(name)
+    plain = match["plain"] if match else name
+    if entry := BY_NAME.get(plain):
+        changes: dict[str, Any] = {}
+        if match and match["percent"]:
+            changes["outliers"] = _fraction(match["percent"])
+        if match and match["qnorm"]:
+            changes["qnorm"] = True
+        key, value = (_changed(codec, changes) if changes else codec for codec in (entry.key, entry.value))
+        return _Named(key, value, entry.pre_rope, entry.centred)
     codec = parse_codec(name)
-    return codec, codec
+    return _Named(codec, codec)
+
+
+def _changed(codec: Codec, changes: Mapping[str, Any]) -> Codec:
+    """``codec`` with outliers or Q-Norm; ValueError where it has none."""
+    for name, why in _CHANGES.items():
+        if name in changes and not _has(codec, name):
+            able = [kind.examples[0] for kind in CODECS if _has(kind, name) and not getattr(kind, "dense_only", "")]
+            raise ValueError(f"{codec} {why}; {name} goes with {', '.join(able)}")
+    return replace(codec, **changes)
+
+
+def _has(codec: Codec | type[Codec], name: str) -> bool:
+    return any(field.name == name for field in fields(codec))
 
 
 def _known_pair(key: Codec, value: Codec) -> str | None:
+    """How a pair of codecs is called, or None."""
+    if key == value:
+        return str(key)
+    changes = {name: getattr(key, name) for name in _CHANGES if getattr(key, name, None)}
     for entry in CATALOGUE:
-        if (entry.key, entry.value) == (key, value):
-            return entry.name
-    return str(key) if key == value else None
+        pair = entry.key, entry.value
+        if all(_has(codec, name) for name in changes for codec in pair):
+            pair = replace(entry.key, **changes), replace(entry.value, **changes)
+        if pair == (key, value):
+            return entry.name + spell_percent(changes.get("outliers", 0)) + "-qnorm" * ("qnorm" in changes)
+    return None
 
 
 def _items(text: str) -> list[str]:
     """Split at the commas outside brackets, without blanks, in lower case."""
     return [item for item in re.split(r",(?![^\[]*\])", re.sub(r"\s+", "", text.lower()))]
+
+
+def _fraction(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)%?", text)
+    if match is None or not text.endswith("%"):
+        raise ValueError(f"outliers={text} is not a share of the elements; give a percentage such as outliers=1%")
+    return float(match[1]) / 100
+
+
+def _spelled_out(text: str) -> str:
+    """``text`` with an alias at its beginning replaced by the scheme that it stands for."""
+    first, comma, rest = text.partition(",")
+    return ALIASES.get(first.strip().lower(), first) + comma + rest
 
 
 def _number(name: str, text: str) -> int:
@@ -283,9 +396,12 @@ def _near(name: str) -> str:
 
 
 def _bad_item(text: str, item: str) -> str:
-    near = difflib.get_close_matches(item.split("=")[0], ("residual", "sinks", "block", "layers[0]", "k", "v"), n=1)
-    hint = f"; did you mean {near[0]}=?" if near else "."
+    known = (*(f"{name}=" for name in (*_OPTIONS, "outliers", "layers[0]", "k", "v")), *_MODIFIERS)
+    near = difflib.get_close_matches(item.split("=")[0] + "=" * ("=" in item), known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    if near and item.startswith(near[0]):
+        hint = ": something before it says that already, or otherwise."
     return (
         f"{item!r} does not fit in {text!r}{hint} A scheme is a name or k=...,v=..., then once each: "
-        "residual=N, sinks=N, block=N, layers[0,1,-1]=NAME"
+        f"residual=N, sinks=N, block=N, outliers=P%, layers[0,1,-1]=NAME, {', '.join(_MODIFIERS)}"
     )

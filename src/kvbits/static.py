@@ -50,7 +50,7 @@ def why_not(cache: LayerCache) -> list[str]:
         if cache.scheme.packs:
             reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3])]
         # What a codec learns is part of the captured step, so it must be known before.
-        if not fitted and codec.fit(x.new_zeros(1, x.shape[1], 1, x.shape[3])):
+        if not fitted and codec.learns:
             reasons.append(f"{side}: {codec} has seen no block to take its static scale from")
         if set(params) - {"scale"}:
             reasons.append(f"{side}: {codec} has learned more than a scale")

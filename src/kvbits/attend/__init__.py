@@ -9,10 +9,11 @@ import torch
 
 from kvbits.attend import native, reference, triton_decode
 from kvbits.attend.call import Call
+from kvbits.attend.transform import Rope, Transform
 from kvbits.attend.view import KVView
 from kvbits.numerics.modes import without_autocast
 
-__all__ = ["KERNELS", "Call", "KVView", "Kernel", "attend", "choose", "explain"]
+__all__ = ["KERNELS", "Call", "KVView", "Kernel", "Rope", "Transform", "attend", "choose", "explain"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ never transformed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,6 +57,18 @@ class Transform:
     rope: Rope | None = None
     whole: bool = True
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether packed is just what it was."""
+        return self.mean is None and self.rotation is None and (self.rope is None or not self.whole)
+
+    def of_row(self, row: int | None) -> Transform:
+        """The same for one row of the batch; None is all of them."""
+        if row is None or self.rope is None or self.rope.base_cos.shape[0] == 1:
+            return self
+        base_cos, base_sin = (x[row : row + 1] for x in (self.rope.base_cos, self.rope.base_sin))
+        return replace(self, rope=replace(self.rope, base_cos=base_cos, base_sin=base_sin))
+
     def apply(self, x: torch.Tensor, first: int) -> torch.Tensor:
         """Exact blocks ``x [B, H, t, D]``, the first of them block ``first``, as they are encoded: float32."""
         x = x.float()
@@ -90,4 +102,4 @@ class Transform:
         mean = self.mean.to(x.dtype)[:, None]
         if self.rope is None or turn is None or self.whole:
             return mean
-        return rope.rotate(mean.expand(-1, x.shape[2], -1), *turn, self.rope.interleaved)
+        return rope.rotate(mean.expand(turn[0].shape[0], -1, x.shape[2], -1), *turn, self.rope.interleaved)

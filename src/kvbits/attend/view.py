@@ -90,7 +90,7 @@ class KVView:
         return keys, values
 
     def _decode_all(self) -> tuple[torch.Tensor, torch.Tensor]:
-        transformed = self.key_transform is not _NO_TRANSFORM or self.value_transform is not _NO_TRANSFORM
+        transformed = not (self.key_transform.is_nothing and self.value_transform.is_nothing)
         if transformed or native.why_not_view(self):
             return self.decode(0, self.blocks.longest)
         return native.decode(self)
@@ -112,7 +112,7 @@ class KVView:
             (values, packed_values, self.scheme.value, self.value_params, self.value_transform),
         ):
             codec.decode_into(out.unflatten(2, (-1, block)), packed, params)
-            if transform is not _NO_TRANSFORM:
+            if not transform.is_nothing:
                 out.copy_(transform.undo(out, first))
 
     def _in_columns(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,11 @@ class Codec(ABC):
     """Whether the cache rotates blocks (Hadamard with random signs, over head_dim) before it encodes them."""
 
     @property
+    def learns(self) -> bool:
+        """Whether :meth:`fit` returns anything."""
+        return False
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether :meth:`fit` has to see calibration samples, rather than the first tokens that are packed."""
         return False

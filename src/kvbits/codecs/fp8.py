@@ -78,6 +78,10 @@ class Fp8Static(Codec):
         return "fp8-calibrated" if self.calibrated else "fp8-static"
 
     @property
+    def learns(self) -> bool:
+        return True
+
+    @property
     def needs_calibration(self) -> bool:
         return self.calibrated
 

@@ -26,7 +26,9 @@ _DIRECTION["-calibrated"] = _DIRECTION["-static"]
 def grouped_pattern(name: str, bits: tuple[int, ...], directions: str = "-channel") -> re.Pattern[str]:
     """Spellings ``<name><bits>[<direction>][-gs<group>][-<percent>%]``; ``directions`` are separated by ``|``."""
     percent = r"(?:-(?P<percent>\d+(?:\.\d+)?|\.\d+)%)?"
-    return re.compile(rf"{name}(?P<bits>{'|'.join(map(str, bits))})(?P<direction>{directions})?(?:-gs(?P<group>\d+))?{percent}")
+    return re.compile(
+        rf"{name}(?P<bits>{'|'.join(map(str, bits))})(?P<direction>{directions})?(?:-gs(?P<group>\d+))?{percent}"
+    )
 
 
 def spell_percent(fraction: float) -> str:
@@ -68,12 +70,16 @@ class Grouped(Codec):
             raise ValueError(f"{self.name}{self.bits} has no groups of {self.group}; allowed are {GROUPS}")
         if not 0 <= self.outliers <= MOST_OUTLIERS:
             raise ValueError(
-                f"outliers of {100 * self.outliers:g}% do not pay: each costs 32 bits; give 0% to {100 * MOST_OUTLIERS:g}%"
+                f"outliers of {100 * self.outliers:g}% do not pay, at 32 bits each; give 0% to {100 * MOST_OUTLIERS:g}%"
             )
         if self.dense_only and (self.outliers or self.group == 0):
-            raise ValueError(f"{self.name} has no {'outliers' if self.outliers else 'static scales'}: {self.dense_only}")
+            raise ValueError(
+                f"{self.name} has no {'outliers' if self.outliers else 'static scales'}: {self.dense_only}"
+            )
         if self.calibrated and self.group:
-            raise ValueError(f"{self.name}{self.bits} has scales of its own in each block; only static ones are calibrated")
+            raise ValueError(
+                f"{self.name}{self.bits} has scales of its own in each block; only static ones are calibrated"
+            )
 
     @classmethod
     def from_match(cls: type[Self], match: re.Match[str]) -> Self:
@@ -94,6 +100,10 @@ class Grouped(Codec):
             return "-calibrated" if self.calibrated else "-static"
         direction = "-channel" if self.per == "channel" else ""
         return direction + ("" if self.group == _DEFAULT_GROUP[self.per] else f"-gs{self.group}")
+
+    @property
+    def learns(self) -> bool:
+        return self.static
 
     @property
     def needs_calibration(self) -> bool:
@@ -134,11 +144,29 @@ class Grouped(Codec):
         if not self.static:
             return {}
         low, high = self.inlier_range(samples)
+        # A channel that hardly moves in the samples may do so later: it gets a thousandth of the range of the others.
+        wide = (high - low).mean(dim=-1, keepdim=True)
+        spare = (torch.where(wide > 0, wide, 1.0) * 1e-3 - (high - low)).clamp(min=0) / 2
+        low, high = low - spare, high + spare
         scale, zero = affine.qparams_of_range(low, high, *self.span, torch.float32, torch.float32)
         return {"scale": scale, "zero": zero}
 
+    def saturation(self, x: torch.Tensor, params: Params) -> str | None:
+        if not self.static:
+            return None
+        level = affine.to_levels(x, *(params[name].to(x.device)[:, None, None] for name in ("scale", "zero")))
+        bottom, top = self.span
+        margin = (top - bottom) / 4
+        share = float(((level < bottom - margin) | (level > top + margin)).float().mean())
+        if share <= 2 * self.outliers + 0.01:
+            return None
+        return (
+            f"{100 * share:.2g}% of the elements lie far outside the static ranges of {self} and saturate; calibrate "
+            "on text like this, or use a scheme with scales of its own in each block"
+        )
+
     def inlier_range(self, samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Range of each channel over ``samples [N, H, T, D]``, half of the outliers below and half above: ``[H, D]``."""
+        """Range ``[H, D]`` of each channel over ``samples [N, H, T, D]``, without the outliers, half on either side."""
         x = samples.float().transpose(0, 1).flatten(1, 2)  # [H, N * T, D]
         drop = math.floor(x.shape[1] * self.outliers / 2)
         ordered = x.sort(dim=1).values

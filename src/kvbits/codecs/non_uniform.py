@@ -56,6 +56,10 @@ class NonUniform(Grouped):
         return "-token" + super().spell_groups() if self.per == "token" else super().spell_groups()
 
     @property
+    def learns(self) -> bool:
+        return True
+
+    @property
     def needs_calibration(self) -> bool:
         return True
 

@@ -47,8 +47,8 @@ def choose_qparams(
 
     Returns:
         ``(scale, zero)`` in bfloat16 and float16. Codes are chosen against these *rounded* values, so rounding costs
-        a little range, not accuracy. A constant group gets ``scale ~ x`` and the rest in ``zero``, so that level 1 decodes to
-        ``x`` itself (bit for bit where ``x`` came from fp16 or bf16); an all-zero group gets scale 0.
+        a little range, not accuracy. A constant group gets ``scale ~ x`` and the rest in ``zero``, so that level 1
+        decodes to ``x`` itself (bit for bit where ``x`` came from fp16 or bf16); an all-zero group gets scale 0.
     """
     if outside is None:
         low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)

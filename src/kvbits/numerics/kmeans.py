@@ -28,7 +28,9 @@ def fit(x: torch.Tensor, weights: torch.Tensor | None, count: int) -> torch.Tens
     bins = ((x + 1) * (BINS / 2)).long().clamp_(max=BINS - 1)
     mass = torch.zeros(BINS, dtype=torch.float64, device=x.device).index_add_(0, bins, w)
     moment = torch.zeros_like(mass).index_add_(0, bins, w * x)
-    centre = torch.where(mass > 0, moment / mass.clamp(min=1e-300), (torch.arange(BINS, device=x.device) + 0.5) * 2 / BINS - 1)
+    centre = torch.where(
+        mass > 0, moment / mass.clamp(min=1e-300), (torch.arange(BINS, device=x.device) + 0.5) * 2 / BINS - 1
+    )
     total = mass.cumsum(0)
     quantile = (torch.arange(count, device=x.device) + 0.5) / count * total[-1]
     levels = centre[torch.searchsorted(total, quantile).clamp(max=BINS - 1)]
