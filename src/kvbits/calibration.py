@@ -35,12 +35,13 @@ from kvbits.files import (
     variant,
 )
 from kvbits.numerics import hadamard, rope
+from kvbits.rotary import Rotary
 from kvbits.scheme import BLOCK_TOKENS, SINK_TOKENS, Scheme, parse_codec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvbits.rotary import Rotary
+    from kvbits.hf.rotary import Rotaries
 
 SAMPLES, LENGTH = 16, 2048
 """As in KVQuant, section 4.1."""
@@ -217,23 +218,23 @@ class _Job:
 
     def wanted(self, layer: int) -> list[Fit]:
         """What a layer is to be fitted with."""
-        rotary, count = self.rotaries[layer], len(self.rotaries)
-        found: dict[Fit, None] = {}
+        fits: list[Fit] = []
         if self.schemes is None:
-            for codec in _default("key"):
-                found.update({Fit("key", codec, pre): None for pre in ((True, False) if rotary else (False,))})
-            found.update({Fit("value", codec): None for codec in _default("value")})
-            return list(found)
-        for scheme in self.schemes:
-            own = scheme.for_layer(layer, count)
-            # Keys without a rotary embedding that can be taken off are stored as they come, whatever the scheme says.
-            pre_rope = bool(getattr(own, "pre_rope", False)) and rotary is not None
-            centred = bool(getattr(own, "centred", False))
+            forms = (True, False) if self.unrotatable(layer) is None else (False,)
+            fits += [Fit("key", codec, pre_rope) for codec in _default("key") for pre_rope in forms]
+            fits += [Fit("value", codec) for codec in _default("value")]
+        for scheme in self.schemes or ():
+            own = scheme.for_layer(layer, len(self.rotaries))
             if own.key.needs_calibration:
-                found[Fit("key", own.key, pre_rope, centred)] = None
+                fits.append(Fit("key", own.key, own.pre_rope, own.centred))
             if own.value.needs_calibration:
-                found[Fit("value", own.value)] = None
-        return list(found)
+                fits.append(Fit("value", own.value))
+        return list(dict.fromkeys(fits))
+
+    def unrotatable(self, layer: int) -> ValueError | None:
+        """Why the rotary embedding of a layer cannot be taken off; None where it can, or where there is none."""
+        found = self.rotaries.layers[layer] if layer < len(self.rotaries) else None
+        return found if isinstance(found, ValueError) else None
 
     def missing(self, before: Calibration) -> bool:
         """Whether a calibration lacks anything that is wanted of the layers it has."""
@@ -267,7 +268,13 @@ class _Job:
         self.report("collecting", sum(self.done()), len(self.ids))
         for file, ids, done in zip(self.files, self.ids, self.done(), strict=True):
             if not done:
-                save_tensors(file, collect(self.model, ids, self.checkpointing))
+                tensors = collect(self.model, ids, self.checkpointing)
+                # Some models change their frequencies with the length of a text.
+                epoch = self.rotaries.epoch(0, len(ids), len(ids))
+                for layer, rotary in enumerate(self.rotaries.layers):
+                    if f"{layer}.key" in tensors and rotary is not None and not isinstance(rotary, ValueError):
+                        tensors[f"{layer}.key.frequencies"] = rotary.epochs[epoch].clone()
+                save_tensors(file, tensors)
                 self.report("collecting", sum(self.done()), len(self.ids))
 
     def fit(self, before: Calibration | None) -> Calibration:
@@ -280,16 +287,22 @@ class _Job:
         tensors = {"fingerprint.weights": fingerprint.weights(self.model), **({} if before is None else before.tensors)}
         for count, layer in enumerate(layers, 1):
             fits = [fit for fit in self.wanted(layer) if before is None or not fit.is_in(before, layer)]
-            rotary, sinks = self.rotaries[layer], self.about["sinks"]
-            tensors.update(fit_layer(self.files, layer, fits, rotary, sinks, self.model.device))
+            why = self.unrotatable(layer)
+            if why is not None and any(fit.pre_rope or fit.centred for fit in fits):
+                raise why
+            sides = {side: _Samples(self, layer, side, f"{layer}.key.frequencies" in names) for side in ("key", "value")}
+            if why is None:
+                tensors[f"{layer}.key.mean"] = sides["key"].mean.cpu()
+            tensors.update(fit_layer(sides, layer, fits))
             self.report("fitting", count, len(layers))
         return Calibration(tensors, {**self.about, "layers": layers})
 
 
-def _rotaries(model: PreTrainedModel) -> list[Rotary | None]:
-    from kvbits.hf.rotary import rotaries
+def _rotaries(model: PreTrainedModel) -> Rotaries:
+    from kvbits.hf.attach import cache_name
+    from kvbits.hf.rotary import find
 
-    return rotaries(model)
+    return find(model, cache_name(model))
 
 
 def _schemes(scheme: str | Scheme | Sequence[str | Scheme] | None) -> list[Scheme] | None:
@@ -297,8 +310,7 @@ def _schemes(scheme: str | Scheme | Sequence[str | Scheme] | None) -> list[Schem
         return None
     given = [Scheme.parse(one) for one in ([scheme] if isinstance(scheme, (str, Scheme)) else scheme)]
     for one in given:
-        codecs = [one.key, one.value, *(codec for other in one.overrides for codec in (other.key, other.value))]
-        if not getattr(one, "centred", False) and not any(codec.needs_calibration for codec in codecs):
+        if not one.needs_calibration and not one.centred:
             raise ValueError(f"{one} needs no calibration; those that do are {', '.join((*KEYS, *VALUES, *BOTH))}")
     return given
 
@@ -433,15 +445,12 @@ def _size(count: float) -> str:
 # -- fitting -----------------------------------------------------------------------------------------------------------
 
 
-def fit_layer(
-    files: Sequence[Path], layer: int, fits: Sequence[Fit], rotary: Rotary | None, sinks: int, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Parameters of one layer, and the mean of its keys, under their names in :mod:`kvbits.files`."""
-    sides = {side: _Samples(files, f"{layer}.{side}", rotary, sinks, device) for side in ("key", "value")}
-    found = {f"{layer}.key.mean": sides["key"].mean.cpu()}
+def fit_layer(sides: dict[Side, _Samples], layer: int, fits: Sequence[Fit]) -> dict[str, torch.Tensor]:
+    """Parameters of one layer under their names in :mod:`kvbits.files`, float32 on the CPU."""
+    found = {}
     for form, group in itertools.groupby(sorted(fits, key=lambda fit: fit.form), key=lambda fit: fit.form):
         side, pre_rope, centred, rotates = form
-        x, weights = sides[side].form(pre_rope or side == "value", centred, rotates)
+        x, weights = sides[side].form(pre_rope, centred, rotates)
         for fit in group:
             params = fit.codec.fit(*(_blocks(fit.codec, part) for part in (x, weights)))
             found.update({fit.prefix(layer) + name: value.float().cpu() for name, value in params.items()})
@@ -449,25 +458,26 @@ def fit_layer(
 
 
 class _Samples:
-    """One side of one layer, all samples: ``[N, H, T, D]`` on a device, without sinks.
+    """One side of one layer, all samples: float32 ``[N, H, T, D]`` on the model's device, without sinks.
 
     Attributes:
-        mean: of keys before the rotary embedding (as they come, where there is none), float32 ``[H, D]``.
+        x, gradient: keys as they were before their rotary embedding, where it can be taken off.
+        mean: of each channel of ``x``, float32 ``[H, D]``.
     """
 
-    def __init__(self, files: Sequence[Path], name: str, rotary: Rotary | None, sinks: int, device: torch.device) -> None:
-        gradient = f"{name}.gradient"
-        loaded = [load_tensors(file, (name, gradient)) for file in files]
-        self.x, self.gradient = (
-            torch.stack([one[n][:, sinks:] for one in loaded]).to(device).float() for n in (name, gradient)
-        )
+    def __init__(self, job: _Job, layer: int, side: Side, rotated: bool) -> None:
+        name, sinks, device = f"{layer}.{side}", job.about["sinks"], job.model.device
+        names = (name, f"{name}.gradient")
+        loaded = [load_tensors(file, names) for file in job.files]
+        self.x, self.gradient = (torch.stack([one[n][:, sinks:] for one in loaded]).to(device).float() for n in names)
         # Only ratios matter, and the square of a tiny one would vanish.
         self.gradient /= self.gradient.abs().amax().clamp(min=1e-30)
-        self.rotary = rotary if name.endswith(".key") else None
-        if self.rotary is not None:
-            positions = torch.arange(sinks, sinks + self.x.shape[2], device=device)
-            self.cos, self.sin = self.rotary.cos_sin(positions)
-            self.x, self.gradient = self._turned(self.x, rope.unrotate), self._turned(self.gradient, rope.unrotate)
+        self.rotary: Rotary | None = None
+        if side == "key" and rotated:
+            frequencies = load_tensors(job.files[0], (f"{name}.frequencies",))[f"{name}.frequencies"]
+            self.rotary = Rotary(frequencies, job.rotaries[layer].interleaved)
+            self.cos, self.sin = self.rotary.cos_sin(torch.arange(sinks, sinks + self.x.shape[2], device=device))
+            self.x, self.gradient = (self._turned(x, rope.unrotate) for x in (self.x, self.gradient))
         self.mean = self.x.mean((0, 2), dtype=torch.float64).float()
 
     def _turned(self, x: torch.Tensor, how: Callable[..., torch.Tensor]) -> torch.Tensor:

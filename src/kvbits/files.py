@@ -22,6 +22,7 @@ import torch
 
 from kvbits import fingerprint
 from kvbits.codecs import Codec
+from kvbits.scheme import Scheme
 from kvbits.types import Params
 
 FORMAT = 1
@@ -71,7 +72,8 @@ class Calibration:
         prefix = _prefix(layer, side, codec, pre_rope, centred)
         found = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
         if not found:
-            raise ValueError(self._missing(layer, side, f"{codec} ({variant(pre_rope, centred)})", codec))
+            what = f"{codec} ({variant(pre_rope, centred)})" if side == "key" else str(codec)
+            raise ValueError(self._missing(layer, side, what))
         return found
 
     def has(self, layer: int, side: Side, codec: Codec, *, pre_rope: bool = True, centred: bool = False) -> bool:
@@ -83,8 +85,20 @@ class Calibration:
         """Mean of each channel of the keys before the rotary embedding, float32 ``[H, D]``."""
         found = self.tensors.get(f"{layer}.key.mean")
         if found is None:
-            raise ValueError(self._missing(layer, "key", "the mean of keys", None))
+            raise ValueError(self._missing(layer, "key", "mean"))
         return found
+
+    def of_layer(self, layer: int, scheme: Scheme) -> tuple[Params, Params]:
+        """What calibration learned of the keys and values of one layer under its scheme, the key mean included.
+
+        Codecs that need no calibration get nothing, and so learn from the first tokens that they pack, as always.
+        """
+        key, value = scheme.key, scheme.value
+        form = {"pre_rope": scheme.pre_rope, "centred": scheme.centred}
+        keys = self.params(layer, "key", key, **form) if key.needs_calibration else {}
+        if scheme.centred:
+            keys["mean"] = self.mean(layer)
+        return keys, self.params(layer, "value", value) if value.needs_calibration else {}
 
     def fits(self) -> list[str]:
         """What was fitted, in words: ``key nuq3-static (pre)``, ``value nuq3-token``, ..."""
@@ -149,15 +163,14 @@ class Calibration:
         model, samples, length = self.about["model"]["class"], self.about["samples"], self.about["length"]
         return f"of {model} on {samples} x {length} tokens"
 
-    def _missing(self, layer: int, side: Side, what: str, codec: Codec | None) -> str:
+    def _missing(self, layer: int, side: Side, what: str) -> str:
         if layer not in self.about["layers"]:
             return f"this calibration {self._whose()} has no layer {layer}; it has {self.about['layers']}"
-        near = [name for name in self.fits() if name.startswith(side)]
-        add = f"{'k' if side == 'key' else 'v'}={codec},{'v' if side == 'key' else 'k'}=exact"
+        near = ", ".join(name for name in self.fits() if name.startswith(side)) or "none"
         return (
-            f"this calibration {self._whose()} has no {side} {what} for layer {layer}; it has {', '.join(near)}. "
-            f"To add it: kvbits calibrate MODEL --text FILE --out DIR --scheme SCHEME, with the scheme that needs it"
-            + (f" (such as {add})" if codec is not None else "")
+            f"this calibration {self._whose()} has no {side} {what} for layer {layer}; of its {side}s it has: {near}. "
+            "Add it with 'kvbits calibrate MODEL --text FILE --out DIR --scheme SCHEME', the same model, text and folder "
+            "and the scheme that needs it"
         )
 
 
@@ -209,8 +222,15 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping
     """Write a safetensors file as a whole or not at all, with ``about`` in its header."""
     from safetensors.torch import save_file
 
+    # safetensors refuses tensors that share memory.
+    alone, seen = {}, set()
+    for name, x in tensors.items():
+        storage = x.untyped_storage()
+        shared = not x.is_contiguous() or x.nbytes != storage.nbytes() or storage.data_ptr() in seen
+        alone[name] = x.clone(memory_format=torch.contiguous_format) if shared else x
+        seen.add(storage.data_ptr())
     with replacing(path) as beside:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, str(beside), dict(about or {}))
+        save_file(alone, str(beside), dict(about or {}))
 
 
 def load_tensors(path: Path, names: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
