@@ -23,6 +23,7 @@ from kvbits.cache import LayerCache
 from kvbits.catalogue import RECOMMENDED
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
+from kvbits.hf.rotary import forget
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.numerics.modes import outside_graphs
 from kvbits.scheme import Scheme
@@ -189,6 +190,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     attachment: Attachment | None = vars(model).pop(_ATTRIBUTE, None)
     if attachment is None:
         return model
+    forget(model)
     for hook in attachment.hooks:
         hook.remove()
     for config, stock in attachment.implementations:
@@ -306,6 +308,8 @@ class _Announcer:
             # The decoder inside may get the same mask in a form that no longer shows the padding.
             if padding or mask is None or not cache.columns.waiting:
                 cache.columns.begin(mask if padding else None)
+            if cache.columns.rotaries is not None:
+                cache.columns.place(self._positions(args, kwargs))
         return args, kwargs
 
     @outside_graphs
@@ -318,6 +322,13 @@ class _Announcer:
     def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
         given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
         return next((c for c in given if isinstance(c, Cache)), None)
+
+    def _positions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The positions that the call names, int64 ``[..., B or 1, columns]``. Early releases count columns instead."""
+        positions = self._argument("position_ids", args, kwargs)
+        if positions is None:
+            positions = self._argument("cache_position", args, kwargs)
+        return positions if isinstance(positions, torch.Tensor) else None
 
     def _wants_default(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.attachment is None or self.attachment.scheme is None or module.training:

@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from kvbits.cache import Before, LayerCache
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
+from kvbits.hf.rotary import Rotaries
 from kvbits.numerics.modes import outside_graphs
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
@@ -24,12 +25,17 @@ class Columns:
 
     The hook that ``attach`` puts on the model calls :meth:`begin` before every forward, so each layer knows which
     columns are text whether or not its model hands a mask to the cache (none does) or to attention.
+
+    Args:
+        rotaries: given where the scheme turns keys back; only then does :attr:`rows` follow their positions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rotaries: Rotaries | None = None) -> None:
         self.rows = Rows()
+        self.rotaries = rotaries
         self.forward = 0
         self._mask: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
         self._waiting = False
 
     def begin(self, mask: torch.Tensor | None) -> None:
@@ -39,7 +45,13 @@ class Columns:
         """
         if not self._waiting:
             self.forward += 1
+            self._positions = None
         self._mask, self._waiting = mask, True
+
+    def place(self, positions: torch.Tensor | None) -> None:
+        """Announce the positions of the forward's columns; None: what was announced before, or as the model counts."""
+        if positions is not None:
+            self._positions = positions
 
     @property
     def waiting(self) -> bool:
@@ -55,7 +67,11 @@ class Columns:
                     f"a layer holds {before} columns and the cache {self.rows.columns}: an earlier call failed "
                     "halfway, or a layer was changed by itself; reset() the cache or make a new one"
                 )
-            self.rows = self.rows.extend(batch, added, self._text(mask, before, batch, added))
+            text = self._text(mask, before, batch, added)
+            if self.rotaries is None:
+                self.rows = self.rows.extend(batch, added, text)
+            else:
+                self.rows = self._extend_placed(self.rotaries, batch, added, text)
         if self.rows.columns != before + added or self.rows.batch != batch:
             raise ValueError(
                 f"a layer holds {before} columns and got {batch} rows of {added} more, but this forward brought the "
@@ -88,10 +104,43 @@ class Columns:
             )
         return text[:, before:]
 
+    def _extend_placed(self, rotaries: Rotaries, batch: int, added: int, text: torch.Tensor | None) -> Rows:
+        """The rows with ``added`` more columns and the positions that the model rotated their keys by."""
+        given, self._positions = self._positions, None
+        before = self.rows.columns
+        epoch = rotaries.epoch(self.rows.last_epoch, before + added, added)
+        positions = None if given is None else _plane(given, batch, added, text)
+        if positions is None and (text is not None or self.rows.valid is not None or self.rows.runs is not None):
+            positions = torch.arange(before, before + added)[None]  # how all models count, padding included
+        return self.rows.extend(batch, added, text, positions, epoch)
+
     def replace(self, rows: Rows) -> Rows:
         """Set the rows after a crop or a selection; what was announced before is void."""
-        self.rows, self._waiting, self._mask = rows, False, None
+        self.rows, self._waiting, self._mask, self._positions = rows, False, None, None
         return rows
+
+
+def _plane(positions: torch.Tensor, batch: int, added: int, text: torch.Tensor | None) -> torch.Tensor | None:
+    """The positions of a call as int64 ``[B or 1, added]``; None where they are of some other kind.
+
+    Raises:
+        ValueError: where text has positions of several dimensions, as pictures do in Qwen2-VL, that differ.
+    """
+    if positions.ndim < 2:
+        positions = positions.reshape(1, -1)
+    if positions.ndim == 3:
+        planes = positions[1:] if len(positions) == 4 else positions  # the first of four is of the text alone
+        differ = (planes != planes[:1]).any(0)
+        if text is not None:
+            differ = differ & text.to(differ.device)
+        if bool(differ.any()):
+            raise ValueError(
+                "this call has positions of several dimensions (of a picture or a film), and keys rotated by them "
+                "cannot be turned back; use a scheme that stores keys as they come"
+            )
+        positions = planes[0]
+    fits = positions.ndim == 2 and positions.shape[0] in (1, batch) and positions.shape[1] == added
+    return positions if fits else None
 
 
 def _refuse_offloading(*_: Any, **__: Any) -> None:
