@@ -35,6 +35,7 @@ FLOORS = {
     "kvbits.cache": 4,
     "kvbits.fingerprint": 4,
     "kvbits.files": 4.1,
+    "kvbits.fitting": 4.2,
     "kvbits.static": 4.1,
     "kvbits.hf": 5,
     "kvbits": 6,

@@ -1,7 +1,7 @@
 """kvbits: the KV cache of language models in 2 to 8 bits, and attention straight from the stored bits.
 
-Names are loaded at first use. ``cache_for``, ``enable``, ``disable``, ``load_model``, ``explain`` and ``calibrate`` need
-Transformers; everything else works without it.
+Names are loaded at first use. ``cache_for``, ``enable``, ``disable``, ``load_model``, ``explain`` and ``calibrate``
+need Transformers; everything else works without it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ appendix E). Neither stage holds more than one sample, or one layer of all sampl
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import tempfile
@@ -23,30 +22,18 @@ import torch
 from kvbits import __version__, fingerprint
 from kvbits.catalogue import CATALOGUE
 from kvbits.codecs import Codec
-from kvbits.files import (
-    ABOUT,
-    FORMAT,
-    Calibration,
-    Side,
-    about_tensors,
-    load_tensors,
-    replacing,
-    save_tensors,
-    variant,
-)
-from kvbits.numerics import hadamard, rope
-from kvbits.rotary import Rotary
-from kvbits.scheme import BLOCK_TOKENS, SINK_TOKENS, Scheme, parse_codec
+from kvbits.files import ABOUT, FORMAT, WEIGHTS, Calibration, Side, about_tensors, replacing, save_tensors
+from kvbits.fitting import SHORTEST, Fit, Samples, fit_layer
+from kvbits.scheme import SINK_TOKENS, Scheme, parse_codec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvbits.hf.rotary import Rotaries
-
 SAMPLES, LENGTH = 16, 2048
 """As in KVQuant, section 4.1."""
 
-KEYS = tuple(f"nuq{bits}-static{more}" for bits in (4, 3, 2) for more in ("", "-1%")) + ("nuq2-static-1%-qnorm",)
+_NUQ = [f"nuq{bits}-static{more}" for bits in (4, 3, 2) for more in ("", "-1%")]
+KEYS = (*_NUQ, "nuq2-static-1%-qnorm")
 VALUES = tuple(name.replace("-static", "-token") for name in KEYS)
 BOTH = ("int4-calibrated", "fp8-calibrated")
 """What is fitted where no scheme is named, beside what the catalogue has."""
@@ -60,30 +47,6 @@ _BYTES_TO_FIT = 64
 
 _SPARE = 0.8
 """Share of the available memory that a run may take before it is checkpointed."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One codec to be fitted to one side of a layer, and what its values are put through before."""
-
-    side: Side
-    codec: Codec
-    pre_rope: bool = False
-    centred: bool = False
-
-    @property
-    def form(self) -> tuple[str, bool, bool, bool]:
-        """Fits of the same form see the same samples."""
-        return self.side, self.pre_rope, self.centred, self.codec.rotates
-
-    def prefix(self, layer: int) -> str:
-        """What its parameters are called, in :mod:`kvbits.files`, up to their own names."""
-        kind = f".{variant(self.pre_rope, self.centred)}" if self.side == "key" else ""
-        return f"{layer}.{self.side}{kind}.{self.codec}."
-
-    def is_in(self, calibration: Calibration, layer: int) -> bool:
-        """Whether it has been fitted."""
-        return calibration.has(layer, self.side, self.codec, pre_rope=self.pre_rope, centred=self.centred)
 
 
 @dataclass(frozen=True)
@@ -163,7 +126,7 @@ def calibrate(
         raise ValueError(f"checkpointing={checkpointing!r} is unknown; allowed are 'auto', 'on', 'off'")
     schemes = _schemes(scheme)
     ids = sample_ids(texts, tokenizer, samples, length, _longest(model))
-    if ids.shape[1] < sinks + 32:
+    if ids.shape[1] < sinks + SHORTEST:
         raise ValueError(f"samples of {ids.shape[1]} tokens, {sinks} of them sinks, are too short; give 128 or more")
     about = {
         "format": FORMAT,
@@ -203,9 +166,11 @@ class _Job:
         folder: Path,
         report: Report,
     ) -> None:
+        from kvbits.hf.rotary import rotaries
+
         self.model, self.ids, self.schemes, self.about, self.folder = model, ids, schemes, about, folder
         self.report, self.checkpointing = report, False
-        self.rotaries = _rotaries(model)
+        self.rotaries = rotaries(model)
 
     @property
     def files(self) -> list[Path]:
@@ -257,8 +222,8 @@ class _Job:
         needed, free = plan.disk_bytes * (len(self.ids) - done) // len(self.ids), shutil.disk_usage(self.folder).free
         if needed > free:
             raise ValueError(
-                f"the samples need {_size(needed)} on disk, but {self.folder} has {_size(free)} free; give another out, "
-                "or fewer samples"
+                f"the samples need {_size(needed)} on disk, but {self.folder} has {_size(free)} free; give another "
+                "out, or fewer samples"
             )
 
     def collect(self) -> None:
@@ -284,25 +249,21 @@ class _Job:
         layers = sorted({int(name.split(".")[0]) for name in names})
         if not layers:
             raise ValueError(f"no layer of {type(self.model).__name__} hands keys and values to its cache")
-        tensors = {"fingerprint.weights": fingerprint.weights(self.model), **({} if before is None else before.tensors)}
+        tensors = {WEIGHTS: fingerprint.weights(self.model), **({} if before is None else before.tensors)}
         for count, layer in enumerate(layers, 1):
             fits = [fit for fit in self.wanted(layer) if before is None or not fit.is_in(before, layer)]
             why = self.unrotatable(layer)
             if why is not None and any(fit.pre_rope or fit.centred for fit in fits):
                 raise why
-            sides = {side: _Samples(self, layer, side, f"{layer}.key.frequencies" in names) for side in ("key", "value")}
+            rotary = self.rotaries[layer] if f"{layer}.key.frequencies" in names else None
+            interleaved, sinks = None if rotary is None else rotary.interleaved, self.about["sinks"]
+            keys = Samples(self.files, layer, "key", sinks, interleaved, self.model.device)
+            values = Samples(self.files, layer, "value", sinks, None, self.model.device)
             if why is None:
-                tensors[f"{layer}.key.mean"] = sides["key"].mean.cpu()
-            tensors.update(fit_layer(sides, layer, fits))
+                tensors[f"{layer}.key.mean"] = keys.mean.cpu()
+            tensors.update(fit_layer({"key": keys, "value": values}, layer, fits))
             self.report("fitting", count, len(layers))
         return Calibration(tensors, {**self.about, "layers": layers})
-
-
-def _rotaries(model: PreTrainedModel) -> Rotaries:
-    from kvbits.hf.attach import cache_name
-    from kvbits.hf.rotary import find
-
-    return find(model, cache_name(model))
 
 
 def _schemes(scheme: str | Scheme | Sequence[str | Scheme] | None) -> list[Scheme] | None:
@@ -400,7 +361,8 @@ def _plan(model: PreTrainedModel, ids: torch.Tensor, done: int, checkpointing: C
     layers = len(decoder_layers(model))
     host = kept if model.device.type == "cpu" else 0
     plain = int(activations + logits + host)
-    twice = int(2 * activations / layers + layers * tokens * config.hidden_size * size + logits + host) if layers else plain
+    inputs = layers * tokens * config.hidden_size * size
+    twice = int(2 * activations / layers + inputs + logits + host) if layers else plain
     available = available_bytes(model.device)
     if checkpointing == "on" and not layers:
         raise ValueError(f"{type(model).__name__} has no layers that could be checkpointed; give checkpointing='off'")
@@ -440,68 +402,3 @@ def _read(path: Path) -> str:
 
 def _size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
-# -- fitting -----------------------------------------------------------------------------------------------------------
-
-
-def fit_layer(sides: dict[Side, _Samples], layer: int, fits: Sequence[Fit]) -> dict[str, torch.Tensor]:
-    """Parameters of one layer under their names in :mod:`kvbits.files`, float32 on the CPU."""
-    found = {}
-    for form, group in itertools.groupby(sorted(fits, key=lambda fit: fit.form), key=lambda fit: fit.form):
-        side, pre_rope, centred, rotates = form
-        x, weights = sides[side].form(pre_rope, centred, rotates)
-        for fit in group:
-            params = fit.codec.fit(*(_blocks(fit.codec, part) for part in (x, weights)))
-            found.update({fit.prefix(layer) + name: value.float().cpu() for name, value in params.items()})
-    return found
-
-
-class _Samples:
-    """One side of one layer, all samples: float32 ``[N, H, T, D]`` on the model's device, without sinks.
-
-    Attributes:
-        x, gradient: keys as they were before their rotary embedding, where it can be taken off.
-        mean: of each channel of ``x``, float32 ``[H, D]``.
-    """
-
-    def __init__(self, job: _Job, layer: int, side: Side, rotated: bool) -> None:
-        name, sinks, device = f"{layer}.{side}", job.about["sinks"], job.model.device
-        names = (name, f"{name}.gradient")
-        loaded = [load_tensors(file, names) for file in job.files]
-        self.x, self.gradient = (torch.stack([one[n][:, sinks:] for one in loaded]).to(device).float() for n in names)
-        # Only ratios matter, and the square of a tiny one would vanish.
-        self.gradient /= self.gradient.abs().amax().clamp(min=1e-30)
-        self.rotary: Rotary | None = None
-        if side == "key" and rotated:
-            frequencies = load_tensors(job.files[0], (f"{name}.frequencies",))[f"{name}.frequencies"]
-            self.rotary = Rotary(frequencies, job.rotaries[layer].interleaved)
-            self.cos, self.sin = self.rotary.cos_sin(torch.arange(sinks, sinks + self.x.shape[2], device=device))
-            self.x, self.gradient = (self._turned(x, rope.unrotate) for x in (self.x, self.gradient))
-        self.mean = self.x.mean((0, 2), dtype=torch.float64).float()
-
-    def _turned(self, x: torch.Tensor, how: Callable[..., torch.Tensor]) -> torch.Tensor:
-        return how(x, self.cos, self.sin, self.rotary.interleaved) if self.rotary is not None else x
-
-    def form(self, pre_rope: bool, centred: bool, rotates: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples as a codec sees them, and the squared gradients with respect to these."""
-        x = self.x - self.mean[:, None] if centred else self.x
-        gradient = self.gradient
-        if not pre_rope:
-            x, gradient = self._turned(x, rope.rotate), self._turned(gradient, rope.rotate)
-        if rotates:
-            turn = hadamard.rotation(x.shape[-1]).to(x.device)
-            x, gradient = x @ turn, gradient @ turn
-        return x, gradient.square()
-
-
-def _blocks(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """``[N, H, T, D]`` as blocks ``[n, H, block, D]`` for a codec whose scales or outliers are a block's own."""
-    if codec.format.group == 0 and codec.format.per in ("channel", "layer"):
-        return x
-    tokens = x.shape[2]
-    block = next(size for size in (BLOCK_TOKENS, 64, 32) if size <= tokens)
-    if block % codec.block_multiple:
-        raise ValueError(f"{codec} needs samples of {codec.block_multiple} tokens or more beside the sinks, not {tokens}")
-    cut = x[:, :, : tokens // block * block].unflatten(2, (-1, block))
-    return cut.transpose(1, 2).flatten(0, 1)

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 try:
     import typer
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn,
-    )  # fmt: skip
     from rich.table import Table
 
     from kvbits import __version__
@@ -131,10 +129,8 @@ def calibrate(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Windows of the text.")] = 16,
     length: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,
-    sinks: Annotated[int, typer.Option(min=0, help="First tokens of each that the cache will keep exact.")] = SINK_TOKENS,
-    checkpointing: Annotated[str, typer.Option(help="on, off or auto: compute twice in order to need less memory.")] = (
-        "auto"
-    ),
+    sinks: Annotated[int, typer.Option(min=0, help="First tokens of each to leave out.")] = SINK_TOKENS,
+    checkpointing: Annotated[str, typer.Option(help="Compute twice, for less memory: auto, on or off.")] = "auto",
     keep_samples: Annotated[bool, typer.Option(help="Leave the samples there, to fit more later.")] = False,
     dtype: DType = "auto",
     device: Device = "cpu",
@@ -149,11 +145,11 @@ def calibrate(
     loaded, tokenizer = _load(model, dtype, device)
     from kvbits.calibration import calibrate as fit
 
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(), console=err,
+    tasks: dict[str, progress.TaskID] = {}
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(), console=err,
     )  # fmt: skip
-    tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, count: int) -> None:
         if stage not in tasks:

@@ -29,7 +29,7 @@ FORMAT = 1
 """Number of the format that is written; later ones are refused."""
 
 TENSORS, ABOUT = "calibration.safetensors", "calibration.json"
-_WEIGHTS = "fingerprint.weights"
+WEIGHTS = "fingerprint.weights"
 _FIELDS = ("format", "kvbits", "model", "tokenizer", "text", "samples", "length", "sinks", "layers", "sha256")
 
 Side: TypeAlias = Literal["key", "value"]
@@ -55,9 +55,7 @@ class Calibration:
     def __repr__(self) -> str:
         return f"Calibration({self._whose()}: {', '.join(self.fits()) or 'means only'})"
 
-    def params(
-        self, layer: int, side: Side, codec: Codec, *, pre_rope: bool = True, centred: bool = False
-    ) -> Params:
+    def params(self, layer: int, side: Side, codec: Codec, *, pre_rope: bool = True, centred: bool = False) -> Params:
         """The parameters of a codec for one layer and side.
 
         Args:
@@ -104,7 +102,7 @@ class Calibration:
         """What was fitted, in words: ``key nuq3-static (pre)``, ``value nuq3-token``, ..."""
         names: dict[str, None] = {}
         for name in self.tensors:
-            if name != _WEIGHTS and not name.endswith(".key.mean"):
+            if name != WEIGHTS and not name.endswith(".key.mean"):
                 _, side, rest = name.rpartition(".")[0].split(".", 2)
                 kind, _, codec = rest.partition(".") if side == "key" else ("", "", rest)
                 names[f"key {codec} ({kind})" if side == "key" else f"value {codec}"] = None
@@ -113,7 +111,7 @@ class Calibration:
     def check(self, model: Any, tokenizer: Any = None) -> None:
         """Raise ValueError where ``model`` (or ``tokenizer``, if given) is not what this was made for, naming how."""
         here, there = fingerprint.of_model(model), self.about["model"]
-        found = fingerprint.differences(here, there, fingerprint.weights(model), self.tensors[_WEIGHTS])
+        found = fingerprint.differences(here, there, fingerprint.weights(model), self.tensors[WEIGHTS])
         ours, theirs = fingerprint.of_tokenizer(tokenizer), self.about["tokenizer"]
         if None not in (ours, theirs) and ours != theirs:
             found.append("its tokenizer has another vocabulary")
@@ -146,9 +144,11 @@ class Calibration:
         """
         folder = Path(folder)
         if not (folder / ABOUT).is_file():
-            state = "was not finished: run kvbits calibrate again, it goes on where it stopped"
-            there = (folder / TENSORS).is_file() or (folder / "samples").is_dir()
-            raise FileNotFoundError(f"the calibration in {folder} {state}" if there else f"there is no {folder / ABOUT}")
+            if (folder / TENSORS).is_file() or (folder / "samples").is_dir():
+                raise FileNotFoundError(
+                    f"the calibration in {folder} is not finished: the same command goes on with it"
+                )
+            raise FileNotFoundError(f"there is no {folder / ABOUT}: that is what 'kvbits calibrate' writes")
         about = _read_about(folder / ABOUT)
         if not (folder / TENSORS).is_file():
             raise FileNotFoundError(f"{folder / ABOUT} is there, but {TENSORS} beside it is not")
@@ -166,11 +166,11 @@ class Calibration:
     def _missing(self, layer: int, side: Side, what: str) -> str:
         if layer not in self.about["layers"]:
             return f"this calibration {self._whose()} has no layer {layer}; it has {self.about['layers']}"
-        near = ", ".join(name for name in self.fits() if name.startswith(side)) or "none"
+        near = ", ".join(name for name in self.fits() if name.startswith(side)) or "nothing"
         return (
-            f"this calibration {self._whose()} has no {side} {what} for layer {layer}; of its {side}s it has: {near}. "
-            "Add it with 'kvbits calibrate MODEL --text FILE --out DIR --scheme SCHEME', the same model, text and folder "
-            "and the scheme that needs it"
+            f"this calibration {self._whose()} has no {side} {what} for layer {layer}, but {near}. "
+            "Add it with 'kvbits calibrate MODEL --text FILE --out DIR --scheme SCHEME', with the same model, text and "
+            "folder and the scheme that needs it"
         )
 
 

@@ -74,7 +74,8 @@ def differences(
             found.append(f"{name} is {_short(ours)}, not {_short(theirs)}")
     if not found and _other_frequencies(here["rotary"], there["rotary"]):
         found.append("its rotary frequencies are others")
-    if not found and here["weights"] != there["weights"] and not _equal_in_half(here, there, weights_here, weights_there):
+    same = here["weights"] == there["weights"] or _equal_in_half(here, there, weights_here, weights_there)
+    if not found and not same:
         found.append("its weights are others: a finetune, another checkpoint or another quantization of them")
     return found
 

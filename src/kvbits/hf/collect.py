@@ -78,7 +78,9 @@ class Recorder(Cache):
             if name in self.states:
                 raise ValueError(f"{name}: handed to the cache twice in one forward, which cannot be calibrated")
             if x.ndim != 4 or x.shape[0] != 1:
-                raise ValueError(f"{name}: {tuple(x.shape)} is no [1, heads, tokens, channels] that could be calibrated")
+                raise ValueError(
+                    f"{name}: {tuple(x.shape)} is no [1, heads, tokens, channels] that could be calibrated"
+                )
             self.states[name] = x.detach()[0].cpu()
 
         def note(gradient: torch.Tensor) -> None:
@@ -140,16 +142,14 @@ def _refuse_infinite(tensors: dict[str, torch.Tensor], what: str) -> None:
 def _run(model: PreTrainedModel, ids: torch.Tensor, scale: float, checkpointing: bool) -> Recorder:
     recorder = Recorder(model)
     ids = ids.to(model.get_input_embeddings().weight.device)[None]
-    with torch.inference_mode(False), torch.enable_grad(), frozen(model):
-        with checkpointed(model) if checkpointing else contextlib.nullcontext():
-            output = model(input_ids=ids, use_cache=True, **{cache_name(model): recorder})
-            recorder.recording = False
-            logits = getattr(output, "logits", None)
-            if logits is None:
-                raise ValueError(f"{type(model).__name__} returns no logits, and so has no loss; give a language model")
-            del output
-            if logits.requires_grad:  # it does not where no layer has a cache of keys and values
-                logits.backward(gradient=loss_gradient(logits.detach(), ids, scale))
+    twice = checkpointed(model) if checkpointing else contextlib.nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), frozen(model), twice:
+        logits = getattr(model(input_ids=ids, use_cache=True, **{cache_name(model): recorder}), "logits", None)
+        recorder.recording = False
+        if logits is None:
+            raise ValueError(f"{type(model).__name__} returns no logits, and so has no loss; give a language model")
+        if logits.requires_grad:  # it does not where no layer has a cache of keys and values
+            logits.backward(gradient=loss_gradient(logits.detach(), ids, scale))
     return recorder
 
 
@@ -203,7 +203,7 @@ def checkpointed(model: PreTrainedModel) -> Iterator[None]:
     layers = decoder_layers(model)
     own = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = _Checkpointed(layer.forward)  # type: ignore[method-assign]
+        layer.forward = _Checkpointed(layer.forward)
     try:
         yield
     finally:
@@ -211,7 +211,7 @@ def checkpointed(model: PreTrainedModel) -> Iterator[None]:
             if forward is None:
                 del layer.forward
             else:  # accelerate's, for one
-                layer.forward = forward  # type: ignore[method-assign]
+                layer.forward = forward
 
 
 class _Checkpointed:
@@ -238,7 +238,7 @@ def probe(model: PreTrainedModel, tokens: int) -> tuple[int, dict[str, torch.Ten
 
     ids = torch.ones(1, tokens, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     recorder = Recorder(model)
-    with torch.inference_mode(False), torch.enable_grad(), frozen(model):
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            model(input_ids=ids, use_cache=True, **{cache_name(model): recorder})
+    keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), frozen(model), keeping:
+        model(input_ids=ids, use_cache=True, **{cache_name(model): recorder})
     return sum(kept.values()), recorder.states
