@@ -228,19 +228,22 @@ class _Job:
 
     def collect(self) -> None:
         """Collect the samples that are not there yet."""
-        from kvbits.hf.collect import collect
-
         self.report("collecting", sum(self.done()), len(self.ids))
         for file, ids, done in zip(self.files, self.ids, self.done(), strict=True):
             if not done:
-                tensors = collect(self.model, ids, self.checkpointing)
-                # Some models change their frequencies with the length of a text.
-                epoch = self.rotaries.epoch(0, len(ids), len(ids))
-                for layer, rotary in enumerate(self.rotaries.layers):
-                    if f"{layer}.key" in tensors and rotary is not None and not isinstance(rotary, ValueError):
-                        tensors[f"{layer}.key.frequencies"] = rotary.epochs[epoch].clone()
-                save_tensors(file, tensors)
+                save_tensors(file, self.sample(ids))
                 self.report("collecting", sum(self.done()), len(self.ids))
+
+    def sample(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """States and gradients of one sample, and the frequencies that its keys were turned by."""
+        from kvbits.hf.collect import collect
+
+        tensors = collect(self.model, ids, self.checkpointing)
+        epoch = self.rotaries.epoch(0, len(ids), len(ids))  # some models change them with the length of a text
+        for layer, rotary in enumerate(self.rotaries.layers):
+            if f"{layer}.key" in tensors and rotary is not None and not isinstance(rotary, ValueError):
+                tensors[f"{layer}.key.frequencies"] = rotary.epochs[epoch]
+        return tensors
 
     def fit(self, before: Calibration | None) -> Calibration:
         """Fit every layer, beside what was fitted before."""
@@ -252,18 +255,21 @@ class _Job:
         tensors = {WEIGHTS: fingerprint.weights(self.model), **({} if before is None else before.tensors)}
         for count, layer in enumerate(layers, 1):
             fits = [fit for fit in self.wanted(layer) if before is None or not fit.is_in(before, layer)]
-            why = self.unrotatable(layer)
-            if why is not None and any(fit.pre_rope or fit.centred for fit in fits):
-                raise why
-            rotary = self.rotaries[layer] if f"{layer}.key.frequencies" in names else None
-            interleaved, sinks = None if rotary is None else rotary.interleaved, self.about["sinks"]
-            keys = Samples(self.files, layer, "key", sinks, interleaved, self.model.device)
-            values = Samples(self.files, layer, "value", sinks, None, self.model.device)
-            if why is None:
-                tensors[f"{layer}.key.mean"] = keys.mean.cpu()
-            tensors.update(fit_layer({"key": keys, "value": values}, layer, fits))
+            tensors.update(self.fit_layer(layer, fits, f"{layer}.key.frequencies" in names))
             self.report("fitting", count, len(layers))
         return Calibration(tensors, {**self.about, "layers": layers})
+
+    def fit_layer(self, layer: int, fits: list[Fit], rotated: bool) -> dict[str, torch.Tensor]:
+        """Fit one layer, whose keys are ``rotated`` in a way that can be taken off, or not."""
+        why = self.unrotatable(layer)
+        if why is not None and any(fit.pre_rope or fit.centred for fit in fits):
+            raise why
+        rotary = self.rotaries[layer] if rotated else None
+        interleaved, sinks = None if rotary is None else rotary.interleaved, self.about["sinks"]
+        keys = Samples(self.files, layer, "key", sinks, interleaved, self.model.device)
+        values = Samples(self.files, layer, "value", sinks, None, self.model.device)
+        found = {} if why is not None else {f"{layer}.key.mean": keys.mean.cpu()}
+        return {**found, **fit_layer({"key": keys, "value": values}, layer, fits)}
 
 
 def _schemes(scheme: str | Scheme | Sequence[str | Scheme] | None) -> list[Scheme] | None:
