@@ -92,6 +92,8 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("SmolLM3Config", {**_LLAMA, "no_rope_layers": [1, 0]}),
     "mixtral": Family("MixtralConfig", {**_EXPERTS, "sliding_window": None}),
     "diffllama": Family("DiffLlamaConfig", _LLAMA, _DECODED),
+    "hunyuan": Family("HunYuanDenseV1Config", {**_LLAMA, "head_dim": 16}),  # norms its keys after it has rotated them
+    "nanochat": Family("NanoChatConfig", _LLAMA),  # rotates the other way round
     # sliding windows beside full attention, soft caps, attention sinks
     "gemma3": Family(
         "Gemma3TextConfig",
@@ -147,6 +149,7 @@ FAMILIES: dict[str, Family] = {
     "gpt-neox": Family("GPTNeoXConfig", _GPT),
     "gpt2": Family("GPT2Config", dict(n_embd=48, n_layer=2, n_head=6)),
     "gpt-j": Family("GPTJConfig", dict(n_embd=48, n_layer=2, n_head=6, rotary_dim=4), lowest=(_DECODED, 0)),
+    "codegen": Family("CodeGenConfig", dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8), lowest=(_DECODED, 0)),
     "gpt-bigcode": Family("GPTBigCodeConfig", dict(n_embd=48, n_layer=2, n_head=6)),
     "opt": Family("OPTConfig", dict(hidden_size=48, ffn_dim=64, num_hidden_layers=2, num_attention_heads=6,
                                     word_embed_proj_dim=48)),
@@ -154,6 +157,7 @@ FAMILIES: dict[str, Family] = {
                                            attention_types=[[["global", "local"], 1]]), _DECODED),
     "xglm": Family("XGLMConfig", dict(d_model=48, num_layers=2, attention_heads=6, ffn_dim=64), _DECODED),
     "bart-decoder": Family("BartConfig", {**_ENCODER_DECODER, "is_decoder": True, "is_encoder_decoder": False}),
+    "roformer": Family("RoFormerConfig", {**_GPT, "is_decoder": True, "embedding_size": 48}, _DECODED),
     "bert-decoder": Family("BertConfig", {**_GPT, "is_decoder": True}),
     # multi-head latent attention
     # On early releases attention sees keys and values of their own, here with 12 channels: no multiple of 8.

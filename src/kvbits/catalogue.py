@@ -64,7 +64,7 @@ _KVQUANT = "KVQuant, arXiv 2401.18079, sections 3.1 to 3.4"
 _KVQUANT_FORMULA = "x ~ scale (table[code] - zero), fitted table; K: static per channel, before RoPE; V: per token"
 _ROTATED = "as int, after a Hadamard rotation over head_dim"
 _QUAROT = "QuaRot, arXiv 2404.00456, section 4.2"
-_DIRECTIONS = "rotated; x ~ scale table[code], scale = |x| / sqrt(D) per token and head, Lloyd-Max levels of N(0, 1)"
+_DIRECTIONS = "rotated; x ~ scale table[code], one scale per token and head, Lloyd-Max levels of N(0, 1)"
 _TURBO = "TurboQuant, arXiv 2504.19874, algorithm 1"
 
 

@@ -30,6 +30,9 @@ Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or
 Schemes = Annotated[list[str] | None, typer.Option("--scheme", "-s", help="A scheme; repeat it to compare several.")]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="Device for the model, such as cpu, cuda or mps.")]
+Calibrated = Annotated[
+    Path | None, typer.Option("--calibration", help="Folder that 'kvbits calibrate' wrote, for schemes that need one.")
+]
 
 DEMO_TOKENS = 2000
 
@@ -45,6 +48,7 @@ def generate(
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
     dtype: DType = "auto",
     device: Device = "cpu",
+    calibration: Calibrated = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements here.")] = None,
 ) -> None:
     """Generate from a prompt under one or more schemes, and compare memory, speed and text.
@@ -57,7 +61,7 @@ def generate(
     text = _prompt_text(prompt, prompt_file)
     if not text.strip():
         _fail("the prompt is empty; give --prompt or --prompt-file")
-    runs = _generate(model, schemes, text, prompt_tokens, max_new_tokens, chat, dtype, device)
+    runs = _generate(model, schemes, text, prompt_tokens, max_new_tokens, chat, dtype, device, calibration)
     out.print(_table(runs))
     if json_file is not None:
         _try(json_file.write_text, json.dumps([_row(run, runs[0]) for run in runs], indent=1) + "\n")
@@ -103,13 +107,14 @@ def explain(
     scheme: Annotated[str, typer.Option("--scheme", "-s", help="The scheme.")] = RECOMMENDED,
     dtype: DType = "auto",
     device: Device = "cpu",
+    calibration: Calibrated = None,
 ) -> None:
     """Say for each layer of a model which kernel computes attention under a scheme, and why."""
     parsed = _try(Scheme.parse, scheme)
     loaded, _ = _load(model, dtype, device)
     from kvbits.hf.explain import explain as explain_layers
 
-    out.print(str(_try(explain_layers, loaded, parsed)), markup=False, highlight=False)
+    out.print(str(_try(explain_layers, loaded, parsed, calibration=calibration)), markup=False, highlight=False)
 
 
 @app.command()
@@ -175,7 +180,15 @@ def calibrate(
 
 
 def _generate(
-    name: str, schemes: list[Scheme], text: str, limit: int | None, steps: int, chat: bool, dtype: str, device: str
+    name: str,
+    schemes: list[Scheme],
+    text: str,
+    limit: int | None,
+    steps: int,
+    chat: bool,
+    dtype: str,
+    device: str,
+    calibration: Path | None = None,
 ) -> list[Run]:
     model, tokenizer = _load(name, dtype, device)
     from kvbits.hf.run import run
@@ -197,7 +210,7 @@ def _generate(
         out.rule(f"{scheme}, prompt of {ids.shape[1]} tokens")
         show, finish = _streamer(tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        runs.append(_try(run, model, ids, scheme, steps, show, pad_token_id=pad))
+        runs.append(_try(run, model, ids, scheme, steps, show, calibration, pad_token_id=pad))
         finish()
     return runs
 

