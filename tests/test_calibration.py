@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvbits.cli import app
 from kvbits.files import ABOUT, TENSORS, Calibration
 from kvbits.hf import collect as collecting
 from kvbits.hf.attach import cache_name
-from kvbits.hf.rotary import rotaries
+from kvbits.hf.rotary import Unrotatable, rotaries
 from kvbits.numerics import hadamard, rope
 from kvbits.scheme import Scheme, parse_codec
 
@@ -221,16 +222,18 @@ def test_every_family_is_calibrated(name: str) -> None:
     assert all(torch.allclose(once[part].float(), twice[part].float(), rtol=0.02, atol=1e-6) for part in once)
 
 
-def test_latent_attention_is_calibrated_after_rope_only() -> None:
-    model = zoo.build("deepseek-v3")
-    if not isinstance(rotaries(model).layers[0], ValueError):
-        pytest.skip("the keys of this release can be turned back")
+def test_keys_that_cannot_be_turned_back_are_calibrated_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build("llama")
+    why = Unrotatable("layer 0: the last channels of its keys are rotated")
+    monkeypatch.setattr(rotaries(model), "layers", (why, rotaries(model).layers[1]))
     found = kvbits.calibrate(model, ids(1))
-    assert all("(post)" in fit for fit in found.fits() if fit.startswith("key"))
+    nuq3 = parse_codec("nuq3-static")
+    assert not found.has(0, "key", nuq3) and found.has(0, "key", nuq3, pre_rope=False) and found.has(1, "key", nuq3)
     with pytest.raises(ValueError, match="no key mean for layer 0"):
         found.mean(0)
-    with pytest.raises(ValueError, match="rotated"):
-        kvbits.calibrate(model, ids(1), "nuq3")
+    for scheme in ("nuq3", "k=nuq3-static,v=exact,post-rope,centred"):
+        with pytest.raises(Unrotatable, match="the last channels of its keys"):
+            kvbits.calibrate(model, ids(1), scheme)
 
 
 def test_frequencies_that_change_with_the_length_are_those_of_the_samples() -> None:
@@ -539,6 +542,15 @@ def test_how_a_model_is_run_does_not_matter(calibrated: Calibration, tmp_path: P
     model = kvbits.load_model(str(tmp_path), kv_cache_dtype="int4")
     model.config.pad_token_id, model.config.use_cache, model.config.eos_token_id = 5, False, [2, 3]
     calibrated.check(model.train())
+
+
+def test_fields_of_another_release_do_not_matter(calibrated: Calibration, llama: PreTrainedModel) -> None:
+    there = dict(calibrated.about["model"])
+    there["config"] = {**there["config"], "a_new_field": 1}
+    replace(calibrated, about={**calibrated.about, "model": there}).check(llama)
+    there["config"]["rope_parameters.factor"] = 2.0
+    with pytest.raises(ValueError, match=r"rope_parameters.factor is the default, not 2\.0"):
+        replace(calibrated, about={**calibrated.about, "model": there}).check(llama)
 
 
 def test_frequencies_that_grew_with_a_text_do_not_matter() -> None:
