@@ -266,8 +266,10 @@ class _Job:
             raise why
         rotary = self.rotaries[layer] if rotated else None
         interleaved, sinks = None if rotary is None else rotary.interleaved, self.about["sinks"]
-        keys = Samples(self.files, layer, "key", sinks, interleaved, self.model.device)
-        values = Samples(self.files, layer, "value", sinks, None, self.model.device)
+        # Sums are float64, which other accelerators do not have.
+        device = self.model.device if self.model.device.type == "cuda" else torch.device("cpu")
+        keys = Samples(self.files, layer, "key", sinks, interleaved, device)
+        values = Samples(self.files, layer, "value", sinks, None, device)
         found = {} if why is not None else {f"{layer}.key.mean": keys.mean.cpu()}
         return {**found, **fit_layer({"key": keys, "value": values}, layer, fits)}
 
