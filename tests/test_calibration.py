@@ -628,7 +628,7 @@ def test_what_is_kept_for_the_backward_is_estimated_well() -> None:
     model = zoo.build("llama", num_hidden_layers=8)
     really, _ = collecting.probe(model, 500)
     guess = plan(model, 500, "off")
-    assert 0.5 * guess.peak_bytes < really < guess.peak_bytes
+    assert 0.4 * guess.peak_bytes < really < guess.peak_bytes
 
 
 def test_layers_are_checkpointed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,8 +42,11 @@ Checkpointing: TypeAlias = Literal["auto", "on", "off"]
 Report: TypeAlias = Callable[[str, int, int], None]
 
 _SAMPLES, _RUN = "samples", "run.json"
-_BYTES_TO_FIT = 64
+_BYTES_TO_FIT = 128
 """Per element of one layer's samples: the float32 forms of it, its gradients, and what sorting and k-means take."""
+
+_BACKWARD = 1.5
+"""Memory that a forward and its backward reach, over what is kept between them (SmolLM2, 512 tokens: 1.45)."""
 
 _SPARE = 0.8
 """Share of the available memory that a run may take before it is checkpointed."""
@@ -368,9 +371,9 @@ def _plan(model: PreTrainedModel, ids: torch.Tensor, done: int, checkpointing: C
     logits = config.vocab_size * (2 * size * tokens + 3 * 4 * min(tokens, LOGITS_TOKENS))
     layers = len(decoder_layers(model))
     host = kept if model.device.type == "cpu" else 0
-    plain = int(activations + logits + host)
+    plain = int(_BACKWARD * (activations + logits) + host)
     inputs = layers * tokens * config.hidden_size * size
-    twice = int(2 * activations / layers + inputs + logits + host) if layers else plain
+    twice = int(_BACKWARD * (2 * activations / layers + inputs + logits) + host) if layers else plain
     available = available_bytes(model.device)
     if checkpointing == "on" and not layers:
         raise ValueError(f"{type(model).__name__} has no layers that could be checkpointed; give checkpointing='off'")
