@@ -453,8 +453,8 @@ def test_a_failed_call_is_taken_back(llama: Reader, monkeypatch: pytest.MonkeyPa
     llama.read(ids, mask)
     before = llama.rows
     with monkeypatch.context() as patch:
-        patch.setattr(llama.model.model.layers[1].mlp, "forward", None)
-        with pytest.raises(TypeError):
+        patch.setattr(llama.model.model.layers[1].mlp, "forward", lambda x: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             llama.read(ids[:, :2], ones(mask, 2), torch.tensor([[90, 91]]))
     assert llama.rows is before
     llama.watched.keys = {layer: calls[:1] for layer, calls in llama.watched.keys.items()}
@@ -533,6 +533,8 @@ def test_longrope_turns_to_its_second_epoch_at_the_right_token(mode: Any) -> Non
 
 
 def test_layers_of_two_types_count_the_same_epochs() -> None:
+    if zoo.installed() == (5, 0):
+        pytest.skip("this release fails by itself where a type of layers has longrope")
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     scaling = {**SCALINGS["longrope"], "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     model = zoo.build("gemma3", rope_parameters={"sliding_attention": plain, "full_attention": scaling})
