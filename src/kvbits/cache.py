@@ -269,7 +269,7 @@ class LayerCache:
         """What is done to keys and values before they are encoded, for ``blocks`` blocks of every row."""
         assert self.keys is not None and self.values is not None
         scheme, device, mean = self.scheme, self.keys.device, key_params.get("mean")
-        state = (mean, rows.runs, self.dropped, blocks)
+        state = (mean, rows.runs, rows.first_epoch, self.dropped, blocks)
         held = self._transformed
         if held is not None and all(a is b or (a is not mean and a == b) for a, b in zip(held[0], state, strict=True)):
             return held[1], held[2]
