@@ -27,6 +27,7 @@ FLOORS = {
     "kvbits.rows": 2.0,
     "kvbits.catalogue": 2.0,
     "kvbits.store": 2.0,
+    "kvbits.late": 2.05,
     "kvbits.scheme": 2.1,
     "kvbits.library": 2.2,
     "kvbits.attend": 3,

@@ -10,7 +10,7 @@ Grammar (case and blanks do not matter)::
             | "outliers=" P "%"             this share of the elements is kept exactly: int4,outliers=1% is int4-1%
             | "qnorm"                       fitted tables decode with the mean and deviation that values had before
             | "residual=" N                 at least N most recent tokens stay exact (default 128)
-            | "sinks=" N                    the first N tokens stay exact (default 4)
+            | "sinks=" N [ "+" M ]          the first N tokens stay exact (default 4), and up to M found later
             | "block=" N                    tokens packed at a time (default 128)
             | "layers[" I { "," I } "]=" NAME [ "/" NAME ]    these layers differ (K/V); -1 is the last
 """
@@ -41,7 +41,7 @@ _EXACT_BITS = 16
 """Of an exact element, for estimates."""
 
 _OPTIONS = ("residual", "sinks", "block")
-_FIELDS = (*_OPTIONS, "pre_rope", "centred")
+_FIELDS = (*_OPTIONS, "pre_rope", "centred", "late_sinks")
 _MODIFIERS: dict[str, tuple[str, bool]] = {
     "pre-rope": ("pre_rope", True),
     "post-rope": ("pre_rope", False),
@@ -77,6 +77,8 @@ class Scheme:
         key, value: codecs of the packed part.
         residual: at least this many of the most recent tokens stay exact (below ``residual + block``).
         sinks: the first tokens of each sequence that stay exact.
+        late_sinks: up to so many later tokens of each sequence stay exact, in every layer by itself, whose keys look
+            like those of attention sinks (KVSink, arXiv 2508.04257); see :mod:`kvbits.late`.
         block: tokens that are packed at a time.
         overrides: layers with other codecs.
         pre_rope: keys are stored as they were before their rotary embedding (KVQuant, arXiv 2401.18079, section 3.2).
@@ -94,12 +96,14 @@ class Scheme:
     overrides: tuple[Override, ...] = ()
     pre_rope: bool = False
     centred: bool = False
+    late_sinks: int = 0
 
     def __post_init__(self) -> None:
         exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)
         if self.residual is None and not exact:
             raise ValueError(f"residual=None keeps every token exact, which only 'exact' means; got {self.key}")
-        for name, number in (("residual", 0 if self.residual is None else self.residual), ("sinks", self.sinks)):
+        residual = 0 if self.residual is None else self.residual
+        for name, number in (("residual", residual), ("sinks", self.sinks), ("late_sinks", self.late_sinks)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"{name}={number!r} is not a number of tokens; give 0 or more")
         if not isinstance(self.block, int) or self.block not in BLOCKS:
@@ -191,8 +195,8 @@ class Scheme:
         options = []
         if self.residual != (None if exact else RESIDUAL_TOKENS):
             options.append(f"residual={self.residual}")
-        if self.sinks != SINK_TOKENS:
-            options.append(f"sinks={self.sinks}")
+        if self.sinks != SINK_TOKENS or self.late_sinks:
+            options.append(f"sinks={self.sinks}" + (f"+{self.late_sinks}" if self.late_sinks else ""))
         if self.block != BLOCK_TOKENS:
             options.append(f"block={self.block}")
         known = _known_pair(self.key, self.value)
@@ -233,6 +237,8 @@ class Scheme:
                 value = _value_named(right)
             elif left == "outliers" and left not in chosen:
                 chosen[left] = _fraction(right)
+            elif left == "sinks" and left not in chosen:
+                chosen["sinks"], chosen["late_sinks"] = _sinks(right)
             elif left in _OPTIONS and left not in chosen:
                 chosen[left] = _number(left, right)
             elif match := re.fullmatch(r"layers\[(-?\d+(?:,-?\d+)*)\]", left):
@@ -263,6 +269,7 @@ class Scheme:
             "block": self.block,
             "pre_rope": self.pre_rope,
             "centred": self.centred,
+            "late_sinks": self.late_sinks,
             "overrides": [{"layers": list(o.layers), "key": str(o.key), "value": str(o.value)} for o in self.overrides],
         }
 
@@ -403,6 +410,18 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
+def _sinks(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:\+(\d+))?", text)
+    if match is None:
+        first = re.search(r"\d+", text)
+        near = f"sinks={first[0] if first else SINK_TOKENS}"
+        raise ValueError(
+            f"sinks={text} is not a number of tokens; give a whole number such as {near}, or two such as {near}+8: "
+            "first tokens, and later ones that are found"
+        )
+    return int(match[1]), int(match[2] or 0)
+
+
 def _near(name: str) -> str:
     pairs = [entry for entry in CATALOGUE if entry.key != entry.value]
     spelled = {example for codec in CODECS for example in codec.examples}
@@ -427,5 +446,5 @@ def _bad_item(text: str, item: str) -> str:
         hint = ": something before it says that already, or otherwise."
     return (
         f"{item!r} does not fit in {text!r}{hint} A scheme is a name or k=...,v=..., then once each: "
-        f"residual=N, sinks=N, block=N, outliers=P%, layers[0,1,-1]=NAME, {', '.join(_MODIFIERS)}"
+        f"residual=N, sinks=N or sinks=N+M, block=N, outliers=P%, layers[0,1,-1]=NAME, {', '.join(_MODIFIERS)}"
     )

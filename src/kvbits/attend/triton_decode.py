@@ -65,6 +65,8 @@ def why_not(call: Call) -> list[str]:
     channels = {"keys": view.keys.shape[3], "values": view.values.shape[3]}
     for side, codec in (("keys", view.scheme.key), ("values", view.scheme.value)):
         reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, channels[side])]
+    if view.late:
+        reasons.append("late sinks")
     for side, transform in (("keys", view.key_transform), ("values", view.value_transform)):
         if transform.rope is not None and transform.rotation is not None:
             reasons.append(f"{side}: rotated before the rotary embedding")
