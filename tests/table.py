@@ -78,12 +78,11 @@ QNORM_ERROR: dict[str, tuple[float, float]] = {
 }
 
 LLOYD_MAX_ERROR: dict[str, float] = {
-    # Normal values whose norm is known: on the sphere of radius sqrt(64), where a coordinate has the density
-    # (1 - u^2 / 64)^(61 / 2). Max (1960, table I) has sqrt(.009497), sqrt(.03454) and sqrt(.1175) for N(0, 1) itself,
-    # which are greater by 1.8 %, 1.6 % and 1.3 %.
-    "lm4": 0.09576,
-    "lm3": 0.18288,
-    "lm2": 0.33845,
+    # 200,000 normal vectors of 64 in float64 NumPy: levels of Max (1960, table I) nearest to x / rms(x), times the scale
+    # that makes x . decoded = x . x. For long vectors they approach e / sqrt(1 - e^2), where e^2 is Max's distortion.
+    "lm4": 0.09458,
+    "lm3": 0.18363,
+    "lm2": 0.35793,
 }
 
 

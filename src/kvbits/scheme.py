@@ -224,6 +224,7 @@ class Scheme:
         value: Codec | None = None
         chosen: dict[str, Any] = {}
         overrides: list[Override] = []
+        before_rope: list[str] = []
         for item in _items(_spelled_out(text)):
             left, equals, right = item.rpartition("=")
             if item in _MODIFIERS and _MODIFIERS[item][0] not in chosen:
@@ -242,7 +243,9 @@ class Scheme:
             elif left in _OPTIONS and left not in chosen:
                 chosen[left] = _number(left, right)
             elif match := re.fullmatch(r"layers\[(-?\d+(?:,-?\d+)*)\]", left):
-                overrides.append(Override(tuple(map(int, match[1].split(","))), *parse_pair(right)))
+                named = _named(right)
+                overrides.append(Override(tuple(map(int, match[1].split(","))), named.key, named.value))
+                before_rope += [item] if named.pre_rope else []
             else:
                 raise ValueError(_bad_item(text, item))
         if key is None or value is None:
@@ -250,6 +253,11 @@ class Scheme:
                 "name a scheme" if key is None and value is None else f"'{'k' if key is None else 'v'}=' is missing"
             )
             raise ValueError(f"{text!r} is not a scheme: {missing}; for example 'int4' or 'k=int4-channel,v=int4'")
+        if before_rope and not chosen.get("pre_rope", key.pre_rope) and "pre_rope" not in chosen:
+            raise ValueError(
+                f"{before_rope[0]} in {text!r} is made for keys before their rotary embedding, and the other layers "
+                "store them after it; add pre-rope or post-rope, which then holds for all"
+            )
         for name in ("pre_rope", "centred"):
             chosen.setdefault(name, getattr(key, name))
         codecs = key.key, value
