@@ -295,7 +295,7 @@ class LayerCache:
             kept = ~packed
             kept[:sinks] = False
             order[row, :last] = torch.cat([slots[:sinks], slots[:last][packed], slots[:last][kept]])
-        return tuple(late), order.to(keys.device)
+        return tuple(late), order
 
     def _fit(self, side: int, work: _Work, ranges: _Ranges, rows: Rows, most: int) -> tuple[Params, bool]:
         """What to learn of one side from the first tokens that are packed, and whether that is final."""
@@ -679,21 +679,29 @@ class _Work(NamedTuple):
 
     Attributes:
         tokens: ``[B, H, T, D]``.
-        order: in which order each row is read, int64 ``[B, T]``; None is as they lie.
+        order: in which order each row is read, int64 ``[B, T]`` on the CPU; None is as they lie.
     """
 
     tokens: torch.Tensor
     order: torch.Tensor | None
 
     def take(self, row: int | None, first: int, last: int) -> torch.Tensor:
-        """Tokens ``first .. last - 1`` of one row, or of all (None): ``[B or 1, H, t, D]``."""
+        """Tokens ``first .. last - 1`` of one row, or of all (None): ``[B or 1, H, t, D]``, uncopied where they can be.
+
+        Args:
+            row: which one.
+            first, last: what is read between them must be ascending.
+        """
         rows = slice(None) if row is None else slice(row, row + 1)
-        if self.order is None:
+        if self.order is None or first == last:
             return self.tokens[rows, :, first:last]
         index = self.order[rows, first:last]
-        if index.shape[0] == 1:
-            return self.tokens[rows].index_select(2, index[0])
-        return torch.take_along_dim(self.tokens, index[:, None, :, None], dim=2)
+        begin, end = index[:, 0].tolist(), index[:, -1].tolist()
+        if len(set(begin)) == 1 and max(end) - begin[0] == last - first - 1:  # neighbours: late sinks are few
+            return self.tokens[rows, :, begin[0] : begin[0] + last - first]
+        index = index.to(self.tokens.device)
+        pieces = [one[None].index_select(2, at) for one, at in zip(self.tokens[rows], index, strict=True)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _alike(new: torch.Tensor, buffer: torch.Tensor) -> bool:

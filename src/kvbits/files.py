@@ -210,7 +210,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """A path beside ``path`` to write to; it takes the place of ``path`` once all is on the disk."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        beside.touch()
+        mode = beside.stat().st_mode
         yield beside
+        beside.chmod(mode)  # safetensors makes files that only their owner can read
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
