@@ -26,51 +26,30 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits import memory
 from kvbits.attend import Call, KVView, native, reference
-from kvbits.attend.transform import Rope, Transform
 from kvbits.cache import LayerCache
-from kvbits.codecs import Affine
-from kvbits.codecs.base import Packed, Params, Part
+from kvbits.codecs import Codec
 from kvbits.library import instruction_set
-from kvbits.numerics import outliers
+from kvbits.rotary import Rotary
 from kvbits.scheme import Scheme
+from kvbits.types import Params
 
 SHAPES = ((32, 8, 128), (32, 32, 128))
 SCHEMES = ("int8", "fp8", "int4", "kivi4", "nf4", "int3", "nf3", "int2", "kivi2", "nf2")
+TRANSFORMED = ("int4+pre-rope", "kivi4+pre-rope", "fp8+pre-rope", "rot4", "rot4+centred", "lm3+centred")
+SPARSE = ("int4-1%", "int4-static", "int4-static+pre-rope", "nuq3-static", "nuq3-static-1%+pre-rope")
 AT_LEAST_BYTES = 10**9
 ALLOWED_ERROR = 1e-3
 Attention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class SparseInt4(Affine):
-    """int4 with 1 % of every block as outliers: the format that dense-and-sparse schemes fill."""
-
-    @property
-    def format(self) -> Any:
-        return dataclasses.replace(super().format, outliers=164)
-
-    def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
-        count = (164,)
-        return (
-            *super().layout(tokens, channels, dtype),
-            Part("outlier_index", "outliers", outliers.INDEX_DTYPE, count),
-            Part("outlier_value", "outliers", outliers.VALUE_DTYPE, count),
-        )
-
-    def encode(self, x: torch.Tensor, params: Params) -> Packed:
-        packed = super().encode(x, params)
-        index, value = outliers.pick(x.float() - Affine(self.bits).decode(packed, params), 164)
-        return {**packed, "outlier_index": index, "outlier_value": value}
-
-    def decode_into(self, out: torch.Tensor, packed: Packed, params: Params) -> None:
-        super().decode_into(out, packed, params)
-        outliers.add_into(out, packed["outlier_index"], packed["outlier_value"])
-
-
 def scheme_of(name: str) -> Scheme:
-    if name == "int4+outliers":
-        return dataclasses.replace(Scheme.parse("int4"), key=SparseInt4(4), value=SparseInt4(4))
-    return Scheme.parse(name.removesuffix("+pre-rope"))
+    """Options follow a plus here, since commas part the schemes: ``int4+pre-rope``."""
+    return Scheme.parse(name.replace("+", ","))
+
+
+def calibrated(codec: Codec, x: torch.Tensor) -> Params:
+    """What calibration teaches a codec that needs it."""
+    return codec.fit(x[:, :, :1024]) if codec.needs_calibration else {}
 
 
 def cache_of(name: str, heads: int, channels: int, tokens: int) -> tuple[KVView, torch.Tensor, torch.Tensor]:
@@ -79,13 +58,12 @@ def cache_of(name: str, heads: int, channels: int, tokens: int) -> tuple[KVView,
     shift = 2 * torch.randn(channels, generator=generator)  # keys have strong channels
     keys = (torch.randn(1, heads, tokens, channels, generator=generator) + shift).bfloat16()
     values = torch.randn(1, heads, tokens, channels, generator=generator).bfloat16()
-    cache = LayerCache(scheme_of(name))
+    scheme = scheme_of(name)
+    learned = calibrated(scheme.key, keys), calibrated(scheme.value, values)
+    rotary = Rotary(10000.0 ** (-torch.arange(0, channels, 2) / channels))
+    cache = LayerCache(scheme, rotary=rotary, learned=learned)
     cache.append(keys[:, :, :-1], values[:, :, :-1])
     view = cache.append(keys[:, :, -1:], values[:, :, -1:])
-    if name.endswith("+pre-rope"):
-        angle = torch.arange(tokens)[:, None] * 10000.0 ** (-torch.arange(0, channels, 2) / channels)
-        rope = Rope(angle.cos()[None].contiguous(), angle.sin()[None].contiguous())
-        view = dataclasses.replace(view, key_transform=Transform(rope=rope))
     return view, *view.dense()
 
 
@@ -229,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--schemes", default=",".join((*SCHEMES, "int4+pre-rope", "kivi4+pre-rope", "int4+outliers")))
+    parser.add_argument("--schemes", default=",".join((*SCHEMES, *TRANSFORMED, *SPARSE)))
     parser.add_argument("--chunk-schemes", default="int4,kivi2,fp8")
     parser.add_argument("--out", default="attend")
     options = parser.parse_args()

@@ -38,9 +38,13 @@ struct Scratch {
     float *dots;       // [most_rows][tokens]
     float *weights;    // [most_rows][max(tokens, key_width)]
     float *sparse;     // [value_width][4]
-    float *turned;     // [rows / 4][key_width][4]: the packed rows, four side by side, where keys have outliers
-    float *cos, *sin;  // [tokens / 16][pairs][16]
-    float *mean;       // [rows]: query . mean
+    float *side_by_side;  // [rows / 4][key_width][4]: the packed rows, four side by side, where keys have outliers
+    float *mean;       // [rows]: query . mean, as far as that does not turn
+    float *swing;      // [rows][2][pairs]: products with a mean that turns, as mean_dots() takes them, not turned
+    float *swung;      // [rows][2][pairs]: the same, turned to the block's first token
+    float *back;       // [rows][key_width]: the packed rows, turned back by the angles of the block
+    int16_t *factor_k, *offset_k, *short_keys, *short_query;  // of keys that turn: see rope.hpp
+    float *unit_k, *step_k;
     uint8_t *high, *low;            // halves of the current rows
     uint8_t *query_high, *query_low;  // of all rows, where the packed keys are scaled per token
     Halves* halves;                 // [rows][groups]
@@ -78,11 +82,18 @@ struct Scratch {
         s.dots = take<float>(memory, int64_t(most_rows) * s.tokens);
         s.weights = take<float>(memory, int64_t(most_rows) * longest);
         s.sparse = take<float>(memory, int64_t(s.value_width) * 4);
-        s.turned = take<float>(memory, k.outliers ? int64_t(padded(rows, 4)) * s.key_width : 0);
-        const int64_t angles = job.cos ? int64_t(s.tokens) * job.pairs : 0;
-        s.cos = take<float>(memory, angles);
-        s.sin = take<float>(memory, angles);
+        s.side_by_side = take<float>(memory, k.outliers ? int64_t(padded(rows, 4)) * s.key_width : 0);
         s.mean = take<float>(memory, rows);
+        s.swing = take<float>(memory, job.key_mean ? int64_t(rows) * 2 * job.pairs() : 0);
+        s.swung = take<float>(memory, job.key_mean ? int64_t(rows) * 2 * job.pairs() : 0);
+        const int64_t turned = job.turned ? 1 : 0;
+        s.back = take<float>(memory, turned * rows * s.key_width);
+        s.factor_k = take<int16_t>(memory, turned * groups_k * 2 * longest);
+        s.offset_k = take<int16_t>(memory, turned * groups_k * 2 * longest);
+        s.unit_k = take<float>(memory, turned * longest);
+        s.short_keys = take<int16_t>(memory, turned * 16 * s.key_width);
+        s.short_query = take<int16_t>(memory, turned * batch_rows * s.key_width);
+        s.step_k = take<float>(memory, turned * batch_rows * (s.key_width / chunk + 1));
         s.high = take<uint8_t>(memory, int64_t(most_rows) * (longest + 64));
         s.low = take<uint8_t>(memory, int64_t(most_rows) * (longest + 64));
         s.query_high = take<uint8_t>(memory, int64_t(rows) * halves_width(k));
@@ -106,17 +117,20 @@ template <class I> struct Piece {
     const Job& job;
     Scratch s{};
     const IntegerLevels key_levels, value_levels;
+    const ShortLevels short_levels;
+    const bool shorts;             // whether keys turn as numbers of sixteen bits
     int batch = 0, head = 0;
     Tiles keys{}, values{};        // of the current block
-    int met_batch = -1, met_block = -1;  // whose angles are in the scratch
 
-    Piece(const Job& j, uint8_t* scratch) : job(j), key_levels(j.record.key), value_levels(j.record.value) {
+    Piece(const Job& j, uint8_t* scratch)
+        : job(j), key_levels(j.record.key), value_levels(j.record.value), short_levels(j.record.key),
+          shorts(j.turned && ShortLevels::fit(j.record.key, *j.steps)) {
         uintptr_t memory = (reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64;
         Scratch::lay(job, memory, [&](const Scratch& made) { s = made; });
     }
 
     bool floats(const Side& side) const { return side.levels == Levels::exact || side.levels == Levels::e4m3; }
-    bool float_path() const { return floats(job.record.key) || job.cos; }
+    bool float_path() const { return floats(job.record.key) || job.turned; }
 
     // -- the query -----------------------------------------------------------------------------------------------
 
@@ -142,19 +156,53 @@ template <class I> struct Piece {
             read_query(rotated, s.packed, job.scaling);
         else
             std::memcpy(s.packed, s.query, sizeof(float) * size_t(job.rows()) * s.key_width);
-        for (int r = 0; r < job.rows(); ++r) {
-            s.mean[r] = 0;
-            if (!job.key_mean || job.cos) continue;
-            for (int c = 0; c < k.channels; ++c)
-                s.mean[r] += s.query[int64_t(r) * s.key_width + c] * job.key_mean[int64_t(head) * k.channels + c];
-        }
-        for (int r = 0; r < padded(job.rows(), 4) && k.outliers && !job.cos; ++r)
-            for (int c = 0; c < k.channels; ++c)
-                s.turned[int64_t(r / 4) * 4 * s.key_width + 4 * c + r % 4] =
-                    r < job.rows() ? s.packed[int64_t(r) * s.key_width + c] : 0;
+        for (int r = 0; r < job.rows(); ++r) meet_mean(r);
+        if (!job.turned) lay_side_by_side(s.packed);
         if (float_path()) return;
         if (k.per == Per::token) prepare_per_token();
         if (k.per == Per::channel && k.fixed) prepare_fixed();
+    }
+
+    // The product of a row with the mean of the packed keys, and what it needs to turn with the tokens.
+    void meet_mean(int r) {
+        s.mean[r] = 0;
+        if (!job.key_mean) return;
+        const float *query = s.query + int64_t(r) * s.key_width, *mean = job.key_mean + int64_t(head) * job.record.key.channels;
+        const int pairs = job.pairs();
+        for (int c = 2 * pairs; c < job.record.key.channels; ++c) s.mean[r] += query[c] * mean[c];
+        float* swing = s.swing + int64_t(r) * 2 * pairs;
+        for (int i = 0; i < pairs; ++i) {
+            const int a = job.steps->interleaved ? 2 * i : i, b = job.steps->interleaved ? 2 * i + 1 : i + pairs;
+            swing[i] = query[a] * mean[a] + query[b] * mean[b];
+            swing[pairs + i] = query[b] * mean[a] - query[a] * mean[b];
+        }
+    }
+
+    void lay_side_by_side(const float* rows) {
+        const Side& k = job.record.key;
+        for (int r = 0; r < padded(job.rows(), 4) && k.outliers; ++r)
+            for (int c = 0; c < k.channels; ++c)
+                s.side_by_side[int64_t(r / 4) * 4 * s.key_width + 4 * c + r % 4] = r < job.rows() ? rows[int64_t(r) * s.key_width + c] : 0;
+    }
+
+    // Turn what meets the keys of block `block` to its first token.
+    KVBITS_STAGE void turn_to(int block) {
+        const int pairs = job.pairs();
+        const int64_t at = job.base_batch * batch + job.base_block * block;
+        const float *cos = job.base_cos + at, *sin = job.base_sin + at;
+        for (int r = 0; r < job.rows() && job.key_mean; ++r) {
+            const float* __restrict from = s.swing + int64_t(r) * 2 * pairs;
+            float* __restrict to = s.swung + int64_t(r) * 2 * pairs;
+            turn_back(from, cos, sin, pairs, false, to);
+        }
+        if (!job.turned) return;
+        for (int r = 0; r < job.rows(); ++r) {
+            const float* row = s.packed + int64_t(r) * s.key_width;
+            float* back = s.back + int64_t(r) * s.key_width;
+            turn_back(row, cos, sin, pairs, job.steps->interleaved, back);
+            for (int c = 2 * pairs; c < s.key_width; ++c) back[c] = row[c];
+        }
+        lay_side_by_side(s.back);
     }
 
     // Channels of group g, and the words of a key tile that hold them.
@@ -202,13 +250,16 @@ template <class I> struct Piece {
     void packed_scores(const uint8_t* record, int first_row, int rows) {
         const Side& k = job.record.key;
         const int tokens = job.record.tokens;
-        if (float_path())
+        if (shorts)
+            short_scores(first_row, rows);
+        else if (float_path())
             float_scores(record, first_row, rows);
         else if (k.per == Per::token)
             scores_per_token(first_row, rows);
         else
             scores_per_channel(first_row, rows);
-        if (k.outliers && !job.cos) sparse_scores(record, first_row, rows);
+        if (k.outliers) sparse_scores(record, first_row, rows);
+        if (job.key_mean && job.steps) mean_scores(first_row, rows);
         for (int r = 0; r < rows; ++r) {
             const float constant = s.mean[first_row + r];
             if (constant == 0) continue;
@@ -304,15 +355,12 @@ template <class I> struct Piece {
     void float_scores(const uint8_t* record, int first_row, int rows) {
         const Side& k = job.record.key;
         const int tokens = job.record.tokens;
-        // Many rows: rotate once for all of them. Few: on the way to the products.
-        if (job.cos && job.rows() <= 2 * most_rows && !job.key_mean && FloatLevels::fits(k, job.pairs, job.interleaved))
-            return rotated_scores(first_row, rows);
-        const bool apply = job.cos || k.per == Per::channel;
-        int entry = 0;
+        const float* query = job.turned ? s.back : s.packed;
+        const bool apply = job.turned || k.per == Per::channel;
         for (int t = 0; t < tokens; t += 16) {
             const int here = tokens - t < 16 ? tokens - t : 16;
             if (k.levels == Levels::e4m3 && !apply) {
-                over_tile(s.packed, first_row, rows, t, [&](auto n, const float* const* q, float* const* out) {
+                over_tile(query, first_row, rows, t, [&](auto n, const float* const* q, float* const* out) {
                     e4m3_dots<I, decltype(n)::value>(keys, t / 16, k.channels, q, out);
                 });
                 continue;
@@ -321,31 +369,80 @@ template <class I> struct Piece {
                 exact_keys(record + k.codes + int64_t(t) * k.channels * size_of(k.type), k.channels * size_of(k.type), here);
             else
                 float_keys<I>(k, keys, t / 16, tokens, apply, s.scale_k, s.zero_k, s.keys);
-            if (job.cos) {
-                if (k.outliers) entry = sparse_keys(record, entry, t);
-                if (job.key_mean)
-                    for (int c = 0; c < k.channels; ++c)
-                        for (int i = 0; i < 16; ++i) s.keys[16 * c + i] += job.key_mean[int64_t(head) * k.channels + c];
-                rotate<I>(s.keys, job.pairs, job.interleaved, s.cos + int64_t(t) * job.pairs, s.sin + int64_t(t) * job.pairs);
-            }
-            meet_keys(s.packed, first_row, rows, t);
+            if (job.turned) turn_keys<I>(s.keys, *job.steps, t / 16);
+            meet_keys(query, first_row, rows, t);
         }
         if (apply || k.levels == Levels::exact) return;
         for (int r = 0; r < rows; ++r)
             for (int t = 0; t < tokens; ++t) s.score[int64_t(r) * s.tokens + t] *= s.scale_k[k.per == Per::token ? t : 0];
     }
 
-    void rotated_scores(int first_row, int rows) {
+    ShortFactors factors() const {
         const Side& k = job.record.key;
-        const FloatLevels levels(k, job.record.tokens, s.scale_k, s.zero_k, I{});
-        for (int t = 0; t < job.record.tokens; t += 16) {
-            const float *cos = s.cos + int64_t(t) * job.pairs, *sin = s.sin + int64_t(t) * job.pairs;
-            over_tile(s.packed, first_row, rows, t, [&](auto n, const float* const* q, float* const* out) {
+        return {s.factor_k, s.offset_k, s.unit_k, k.per == Per::token ? 2 * job.record.tokens : s.key_width};
+    }
+
+    void short_scores(int first_row, int rows) {
+        const Side& k = job.record.key;
+        const bool per_token = k.per == Per::token;
+        shorten_rows(first_row, rows);
+        const auto turned = k.levels == Levels::e4m3 ? turned_tile<I, Levels::e4m3, false, false>
+                          : k.levels == Levels::table ? turned_tile_of<Levels::table>() : turned_tile_of<Levels::uniform>();
+        for (int tile = 0; tile < job.record.tokens / 16; ++tile) {
+            turned(k, short_levels, keys, tile, *job.steps, factors(), s.short_keys);
+            over_rows(rows, [&](auto n, int first) {
                 constexpr int N = decltype(n)::value;
-                const auto dots = keys.planes == 0 ? rotated_dots<I, N, 0> : keys.planes == 1 ? rotated_dots<I, N, 1> : rotated_dots<I, N, 2>;
-                dots(k, levels, keys, t / 16, job.pairs, job.interleaved, cos, sin, q, out);
+                const int16_t* query[N];
+                const float* steps[N];
+                float* out[N];
+                for (int i = 0; i < N; ++i) {
+                    query[i] = s.short_query + int64_t(first + i) * s.key_width;
+                    steps[i] = s.step_k + int64_t(first + i) * (s.key_width / chunk + 1);
+                    out[i] = s.score + int64_t(first + i) * s.tokens + 16 * tile;
+                }
+                short_dots<I, N>(s.short_keys, k.channels, query, steps, out);
             });
         }
+        for (int r = 0; r < rows && per_token; ++r) {
+            float* score = s.score + int64_t(r) * s.tokens;
+            for (int t = 0; t < job.record.tokens; t += I::W) store(score + t, load<f32>(score + t) * load<f32>(s.unit_k + t));
+        }
+    }
+
+    template <Levels LEVELS> auto turned_tile_of() const {
+        const bool top = keys.planes == 2;
+        if (job.record.key.per == Per::token) return top ? turned_tile<I, LEVELS, true, true> : turned_tile<I, LEVELS, false, true>;
+        return top ? turned_tile<I, LEVELS, true, false> : turned_tile<I, LEVELS, false, false>;
+    }
+
+    KVBITS_STAGE void shorten_rows(int first_row, int rows) {
+        const bool per_token = job.record.key.per == Per::token;
+        const int turning = 2 * job.pairs();
+        for (int r = 0; r < rows; ++r) {
+            const float* row = s.back + int64_t(first_row + r) * s.key_width;
+            for (int c = 0; c < s.key_width; ++c) {
+                const float unit = per_token || c >= job.record.key.channels ? 1.0f : s.unit_k[c];
+                s.weights[c] = row[c] * unit * (c < turning ? job.steps->norm : 1.0f);
+            }
+            shorten<I>(s.weights, s.key_width, s.short_query + int64_t(r) * s.key_width, s.step_k + int64_t(r) * (s.key_width / chunk + 1));
+        }
+    }
+
+    void mean_scores(int first_row, int rows) {
+        const int pairs = job.pairs();
+        over_rows(rows, [&](auto n, int first) {
+            constexpr int N = decltype(n)::value;
+            const float *a[N], *b[N];
+            for (int i = 0; i < N; ++i) {
+                a[i] = s.swung + int64_t(first_row + first + i) * 2 * pairs;
+                b[i] = a[i] + pairs;
+            }
+            for (int t = 0; t < job.record.tokens; t += 16) {
+                float* out[N];
+                for (int i = 0; i < N; ++i) out[i] = s.score + int64_t(first + i) * s.tokens + t;
+                mean_dots<I, N>(*job.steps, t / 16, a, b, out);
+            }
+        });
     }
 
     void meet_keys(const float* query, int first_row, int rows, int t) {
@@ -382,22 +479,6 @@ template <class I> struct Piece {
                      reinterpret_cast<uint32_t*>(s.keys));
     }
 
-    void angles(int first_token) {
-        const int tokens = job.record.tokens;
-        for (int t = 0; t < tokens; t += 16)
-            for (int which = 0; which < 2; ++which) {
-                const float* from = which ? job.sin : job.cos;
-                float* to = (which ? s.sin : s.cos) + int64_t(t) * job.pairs;
-                const float* rows = from + job.angle_batch * batch + job.angle_row * (first_token + t);
-                if (t + 16 <= tokens) {
-                    I::transpose(reinterpret_cast<const uint8_t*>(rows), 4 * job.angle_row, job.pairs, reinterpret_cast<uint32_t*>(to));
-                    continue;
-                }
-                for (int i = 0; i < 16; ++i)
-                    for (int p = 0; p < job.pairs; ++p) to[16 * p + i] = t + i < tokens ? rows[job.angle_row * i + p] : 0;
-            }
-    }
-
     // -- outliers ------------------------------------------------------------------------------------------------
 
     struct Entries {
@@ -419,27 +500,28 @@ template <class I> struct Piece {
         const Entries all = entries(k, record);
         for (int first = 0; first < rows; first += 4) {
             const int here = rows - first < 4 ? rows - first : 4;
-            const float* turned = s.turned + int64_t((first_row + first) / 4) * 4 * s.key_width;
+            const float* query = s.side_by_side + int64_t((first_row + first) / 4) * 4 * s.key_width;
             for (int e = 0; e < k.outliers;) {
                 const int token = all.token(e);
+                if (token >= job.record.tokens) break;
                 four total{};
                 for (; e < k.outliers && all.token(e) == token; ++e)
-                    total += load<four>(turned + 4 * (all.index[e] - token * k.channels)) * bf16_to_float(all.value[e]);
-                if (token >= job.record.tokens) break;
+                    total += factor_of<four>(query, token, all.index[e] - token * k.channels) * bf16_to_float(all.value[e]);
                 for (int i = 0; i < here; ++i) s.score[int64_t(first + i) * s.tokens + token] += total[i];
             }
         }
     }
 
-    int sparse_keys(const uint8_t* record, int entry, int t) {
-        const Side& k = job.record.key;
-        const Entries all = entries(k, record);
-        for (; entry < k.outliers && all.token(entry) < t + 16; ++entry) {
-            const int token = all.token(entry);
-            if (token < t) continue;
-            s.keys[16 * (all.index[entry] - token * k.channels) + token - t] += bf16_to_float(all.value[entry]);
-        }
-        return entry;
+    // What four rows of the query have for channel `c` of a token of the block.
+    template <class four> four factor_of(const float* query, int token, int c) const {
+        const four own = load<four>(query + 4 * c);
+        if (!job.turned || c >= 2 * job.pairs()) return own;
+        const int pairs = job.pairs();
+        const bool interleaved = job.steps->interleaved, second = interleaved ? c % 2 : c >= pairs;
+        const int pair = interleaved ? c / 2 : second ? c - pairs : c, other = interleaved ? c ^ 1 : second ? c - pairs : c + pairs;
+        const size_t at = size_t(token / 16) * size_t(pairs) + size_t(pair);
+        const float cos = job.steps->cos[at].at[token % 16], sin = job.steps->sin[at].at[token % 16];
+        return own * cos + load<four>(query + 4 * other) * (second ? -sin : sin);
     }
 
     void sparse_values(const uint8_t* record, int rows, Partial& partial, int first_row) {
@@ -749,11 +831,8 @@ template <class I> struct Piece {
             values.next_bytes = next ? record.bytes - v.codes : 0;
             scales_and_zeros<I>(v, at, record.tokens, fixed(job.value_scale, v), fixed(job.value_zero, v), s.scale_v, s.zero_v, s.float_work);
         }
-        if (job.cos && (met_batch != batch || met_block != block)) {
-            angles(first_token);
-            met_batch = batch;
-            met_block = block;
-        }
+        if (shorts) short_factors<I>(k, short_levels, *job.steps, s.scale_k, s.zero_k, factors());
+        if (job.steps) turn_to(block);
         for (int first = 0; first < job.rows(); first += batch_rows) {
             const int rows = job.rows() - first < batch_rows ? job.rows() - first : batch_rows;
             packed_scores(at, first, rows);

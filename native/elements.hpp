@@ -40,6 +40,13 @@ template <class I, Type type> struct Elements {
         }
     }
 
+    // Floats in the order of `load`.
+    static void arrange(const float* at, f32* out) {
+        const f32 a = kvbits::load<f32>(at), b = kvbits::load<f32>(at + W);
+        out[0] = type == Type::bf16 ? even_lanes(a, b) : a;
+        out[1] = type == Type::bf16 ? odd_lanes(a, b) : b;
+    }
+
     static float one(const uint8_t* at) {
         if constexpr (type == Type::f32) return kvbits::load<float>(at);
         else if constexpr (type == Type::f16) return half_to_float(kvbits::load<uint16_t>(at));

@@ -9,6 +9,7 @@
 #include "elements.hpp"
 #include "encoder.hpp"
 #include "half_quadratic.hpp"
+#include "outliers.hpp"
 
 namespace kvbits {
 namespace {
@@ -19,6 +20,7 @@ template <class I, Type type, Levels levels> class BlockEncoder {
     using i32 = typename I::i32;
     using u32 = typename I::u32;
     static constexpr int W = I::W;
+    static constexpr int chains = 16;  // sums of doubles beside each other
 
     struct Group {  // one in each lane
         f32 scale, zero;
@@ -31,6 +33,7 @@ template <class I, Type type, Levels levels> class BlockEncoder {
     int64_t stride_;       // bytes from token to token
     int64_t read_step_;    // elements from group to group of channels, where they are read
     const bool padded_;
+    const Statics statics_;
     const Encoded out_;
     uint8_t* codes_;
     int64_t code_stride_;
@@ -53,13 +56,16 @@ public:
         return told.per == Per::channel ? E::count * E::size : told.groups * width(told) * E::size;
     }
     static int64_t code_stride(const Encoder& told) { return told.channels + (padded(told) ? width(told) + E::count : 0); }
+    static int64_t floats(const Encoder& told) {
+        return told.choice == Choice::half_quadratic ? 2 * W * told.length : told.choice == Choice::norm ? told.channels + chains : 0;
+    }
     static int64_t scratch_bytes(const Encoder& told) {
         return told.tokens * code_stride(told) + (padded(told) ? told.tokens * row_bytes(told) : 0) +
-               (told.choice == Choice::half_quadratic ? 4 * 2 * W * told.length : 0) + 4 * 64;
+               4 * floats(told) + 4 * 64;
     }
 
-    BlockEncoder(const Encoder& told, const uint8_t* data, int64_t stride, const Encoded& out, uint8_t* scratch)
-        : told_(told), data_(data), stride_(stride), read_step_(told.length), padded_(padded(told)), out_(out),
+    BlockEncoder(const Encoder& told, const uint8_t* data, int64_t stride, const Statics& statics, const Encoded& out, uint8_t* scratch)
+        : told_(told), data_(data), stride_(stride), read_step_(told.length), padded_(padded(told)), statics_(statics), out_(out),
           code_stride_(code_stride(told)), top_((1 << told.bits) - 1), span_(splat<f32>(told.span)), sound_(~i32{}) {
         for (int i = 0; i < 32; ++i) edges_[i] = told.edges[i < 15 ? i : 15];
         auto take = [&](int64_t bytes) {
@@ -72,20 +78,39 @@ public:
         const bool in_place = told.bits == 8 && !padded_;
         codes_ = in_place ? out.codes : take(told.tokens * code_stride_);
         uint8_t* rows = padded_ ? take(told.tokens * row_bytes(told)) : nullptr;
-        floats_ = told.choice == Choice::half_quadratic ? reinterpret_cast<float*>(take(4 * 2 * W * told.length)) : nullptr;
+        floats_ = reinterpret_cast<float*>(take(4 * floats(told)));
         if (padded_) pad(rows);
     }
 
+    // Scales, zeros and codes; what is left to be done then is pack().
     Seen run() {
-        if (told_.per == Per::channel) {
+        if (told_.per == Per::channel && told_.choice == Choice::fixed) {
+            static_channels();
+        } else if (told_.choice == Choice::norm) {
+            for (int64_t t = 0; t < told_.tokens; ++t) normed_row(t);
+        } else if (told_.per == Per::channel) {
             int64_t n = 0;
             for (int64_t first = 0; first < told_.tokens; first += told_.length, ++n) channel_groups(n, first);
         } else {
             const int64_t count = told_.tokens * told_.groups;
             for (int64_t first = 0; first < count; first += W) token_groups(first, count - first < W ? int(count - first) : W);
         }
-        pack();
         return {all(sound_), told_.choice == Choice::fixed ? largest(largest_) : 0};
+    }
+
+    // Where the code of each element is until it is packed.
+    uint8_t* code_at(int64_t token, int64_t channel) const { return codes_ + token * code_stride_ + channel; }
+
+    KVBITS_STAGE void pack() const {
+        if (told_.bits == 8) {
+            for (int64_t t = 0; t < told_.tokens && codes_ != out_.codes; ++t)
+                std::memcpy(out_.codes + t * told_.channels, codes_ + t * code_stride_, size_t(told_.channels));
+        } else if (told_.bits == 4) {
+            plane<4, 0>(out_.codes);
+        } else {
+            uint8_t* rest = plane<2, 0>(out_.codes);
+            if (told_.bits == 3) plane<1, 2>(rest);
+        }
     }
 
 private:
@@ -289,6 +314,57 @@ private:
         return constant ? made.zero : half_quadratic_zero<I>(floats_, told_.length, lengths, made.zero, top_);
     }
 
+    // -- rows with a norm ------------------------------------------------------------------------------------------
+
+    // A row is divided by its root mean square, and its scale is what then fits the levels best: see
+    // codecs/lloyd_max.py. Sums are double, so that their order is not seen once they are rounded.
+    KVBITS_STAGE void normed_row(int64_t token) {
+        const int64_t channels = told_.channels, whole = (channels + chains - 1) / chains * chains;
+        float* unit = floats_;
+        to_float<I>(type, data_ + token * stride_, channels, unit);
+        for (int64_t i = channels; i < whole; ++i) unit[i] = 0;
+        f32 peak{};
+        for (int64_t i = 0; i < whole; i += W) {
+            const f32 x = load<f32>(unit + i), magnitude = maximum<f32>(x, -x);
+            sound_ &= magnitude <= told_.limit;  // nor is NaN
+            peak = maximum<f32>(peak, magnitude);
+        }
+        const float found = kvbits::largest(peak), largest = found == 0 ? 1.0f : found;
+        for (int64_t i = 0; i < whole; i += W) store(unit + i, load<f32>(unit + i) / largest);
+        const double square = doubles(whole, [&](int64_t i) { return double(unit[i]) * double(unit[i]); });
+        const float mean = float(std::sqrt(square / double(channels))), divisor = mean == 0 ? 1.0f : mean;
+        const double product = levels_of_row(unit, divisor, whole, code_at(token, 0));
+        const float scale = float(square > 0 ? square / product : 0) * largest;
+        out_.scale[token] = float_to_bf16(scale);
+    }
+
+    template <class F> static double doubles(int64_t count, F f) {  // `count` is a multiple of `chains`
+        double sums[chains] = {}, all = 0;
+        for (int64_t i = 0; i < count; i += chains)
+            for (int j = 0; j < chains; ++j) sums[j] += f(i + j);
+        for (const double sum : sums) all += sum;
+        return all;
+    }
+
+    // Codes of a row, and its product with their levels.
+    double levels_of_row(const float* unit, float divisor, int64_t whole, uint8_t* code) const {
+        float edges[32], met[chains];
+        std::memcpy(edges, edges_, sizeof edges);
+        double sums[chains] = {}, all = 0;
+        for (int64_t i = 0; i < whole; i += chains) {
+            uint8_t codes[chains];
+            for (int j = 0; j < chains; j += W) {
+                const u32 found = search(load<f32>(unit + i + j) / divisor, edges);
+                store(codes + j, __builtin_convertvector(found, typename I::u8));
+                store(met + j, I::lookup(found, told_.table));
+            }
+            for (int j = 0; j < chains; ++j) sums[j] += double(unit[i + j]) * double(met[j]);
+            std::memcpy(code + i, codes, size_t(told_.channels - i < chains ? told_.channels - i : chains));
+        }
+        for (const double sum : sums) all += sum;
+        return all;
+    }
+
     // -- groups of tokens ------------------------------------------------------------------------------------------
 
     // Group n, of tokens first .. first + length - 1.
@@ -338,6 +414,47 @@ private:
         }
     }
 
+    // Scale and zero of each channel are given. Any scale is: quotients are true ones, and may be far outside.
+    KVBITS_STAGE void static_channels() {
+        const int64_t width = padded_ ? int64_t(E::count) : told_.channels, last = width - E::count;
+        typename E::Extremes seen;
+        for (int64_t c = 0; c < width; c += E::count) {
+            const int64_t channel = c < last ? c : last;
+            f32 scale[2], zero[2];
+            channel_parameters(statics_.scale, channel, scale);
+            channel_parameters(statics_.zero, channel, zero);
+            for (f32& s : scale) s = s == 0.0f ? splat<f32>(1.0f) : s;
+            float edges[32];
+            std::memcpy(edges, edges_, sizeof edges);
+            for (int64_t t = 0; t < told_.tokens; ++t) {
+                const uint8_t* at = data_ + t * stride_ + channel * E::size;
+                seen.meet(at);
+                f32 x[2];
+                i32 codes[2];
+                E::load(at, x);
+                for (int v = 0; v < 2; ++v) {
+                    const f32 level = x[v] / scale[v] + zero[v];
+                    if constexpr (levels == Levels::table) codes[v] = bits<i32>(search(level, edges));
+                    else codes[v] = I::round(minimum(maximum(level, f32{}), splat<f32>(float(top_))));
+                }
+                E::store_codes(code_at(t, channel), codes, top_);
+            }
+        }
+        i32 low[2], high[2];
+        E::split(seen.low, low);
+        E::split(seen.high, high);
+        const int32_t limit = E::key_of_limit(told_.limit);
+        for (int v = 0; v < 2; ++v) sound_ &= (high[v] <= limit) & (low[v] >= -1 - limit);
+    }
+
+    // Those from `channel` on, in the order of elements; the last again where there are fewer.
+    void channel_parameters(const float* all, int64_t channel, f32* out) const {
+        if (!padded_) return E::arrange(all + channel, out);
+        float wide[E::count];
+        for (int64_t i = 0; i < E::count; ++i) wide[i] = all[i < told_.channels ? i : told_.channels - 1];
+        E::arrange(wide, out);
+    }
+
     KVBITS_STAGE void solve_channels(Group* made, const uint8_t* at, const i32* low, const i32* high) {
         for (int64_t t = 0; t < told_.length; ++t) {
             f32 x[2];
@@ -385,26 +502,149 @@ private:
         }
         return out;
     }
+};
 
-    KVBITS_STAGE void pack() const {
-        if (told_.bits == 8) {
-            for (int64_t t = 0; t < told_.tokens && codes_ != out_.codes; ++t)
-                std::memcpy(out_.codes + t * told_.channels, codes_ + t * code_stride_, size_t(told_.channels));
-        } else if (told_.bits == 4) {
-            plane<4, 0>(out_.codes);
-        } else {
-            uint8_t* rest = plane<2, 0>(out_.codes);
-            if (told_.bits == 3) plane<1, 2>(rest);
+// The sparse part of one block, and the dense part around it: bits as those of codecs/grouped.py.
+template <class I, Type type, Levels levels> class SparseEncoder {
+    using E = Elements<I, type>;
+    using Dense = BlockEncoder<I, type, levels>;
+
+    const Encoder& told_;
+    const uint8_t* data_;
+    const int64_t stride_, size_;
+    const Statics statics_;
+    const Encoded out_;
+    float *x_, *far_, *work_;   // the block; how far its elements are out; for largest_places()
+    uint8_t *inliers_, *rest_;  // the block with outliers replaced; scratch of the dense encoder
+
+public:
+    static int64_t scratch_bytes(const Encoder& told) {
+        const int64_t size = told.tokens * told.channels;
+        return 3 * (4 * size + 64) + size * E::size + 64 + Dense::scratch_bytes(told) + 64;
+    }
+
+    SparseEncoder(const Encoder& told, const uint8_t* data, int64_t stride, const Statics& statics, const Encoded& out, uint8_t* scratch)
+        : told_(told), data_(data), stride_(stride), size_(told.tokens * told.channels), statics_(statics), out_(out) {
+        auto take = [&](int64_t bytes) {
+            scratch = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64);
+            uint8_t* here = scratch;
+            scratch += bytes;
+            return here;
+        };
+        x_ = reinterpret_cast<float*>(take(4 * size_));
+        far_ = reinterpret_cast<float*>(take(4 * size_));
+        work_ = reinterpret_cast<float*>(take(4 * size_));
+        inliers_ = take(size_ * E::size);
+        rest_ = take(0);
+    }
+
+    Seen run() {
+        for (int64_t t = 0; t < told_.tokens; ++t) to_float<I>(type, data_ + t * stride_, told_.channels, x_ + t * told_.channels);
+        if (told_.choice == Choice::fixed) {  // what decodes worst
+            Dense dense(told_, data_, stride_, statics_, out_, rest_);
+            const Seen seen = dense.run();
+            dense.pack();
+            if (!seen.sound) return seen;
+            for (int64_t i = 0; i < size_; ++i) far_[i] = std::fabs(x_[i] - decoded(dense, i));
+            largest_places(far_, size_, told_.outliers, work_, out_.outlier_index);
+            write_values(dense);
+            return seen;
+        }
+        for (int64_t i = 0; i < size_; ++i)  // also NaN
+            if (!(std::fabs(x_[i]) <= told_.limit)) return {false, 0};
+        measure();
+        largest_places(far_, size_, told_.outliers, work_, out_.outlier_index);
+        replace();
+        Dense dense(told_, inliers_, told_.channels * E::size, statics_, out_, rest_);
+        const Seen seen = dense.run();
+        for (int e = 0; e < told_.outliers; ++e) recode(dense, out_.outlier_index[e]);
+        dense.pack();
+        write_values(dense);
+        return seen;
+    }
+
+private:
+    KVBITS_STAGE void measure() {
+        const int64_t channels = told_.channels, length = told_.length;
+        if (told_.per == Per::channel)
+            for (int64_t t = 0; t < told_.tokens; t += length) channel_distances(x_ + t * channels, length, channels, far_ + t * channels);
+        else
+            for (int64_t t = 0; t < told_.tokens; ++t)
+                for (int64_t c = 0; c < channels; c += length)
+                    distances(x_ + t * channels + c, channels - c < length ? channels - c : length, far_ + t * channels + c);
+    }
+
+    // Outliers give way to another element of their group, so that the others alone choose its range; to 0 where a
+    // group has no others.
+    KVBITS_STAGE void replace() {
+        const int64_t channels = told_.channels;
+        for (int64_t t = 0; t < told_.tokens; ++t) std::memcpy(inliers_ + t * channels * E::size, data_ + t * stride_, size_t(channels * E::size));
+        for (int64_t i = 0; i < size_; ++i) work_[i] = 0;
+        for (int e = 0; e < told_.outliers; ++e) work_[out_.outlier_index[e]] = 1;
+        for (int e = 0; e < told_.outliers; ++e) {
+            const int64_t i = out_.outlier_index[e], token = i / channels, channel = i % channels;
+            const bool per_channel = told_.per == Per::channel;
+            const int64_t step = per_channel ? channels : 1;
+            const int64_t first = per_channel ? token / told_.length * told_.length * channels + channel : i - channel % told_.length;
+            const int64_t row_end = channels - channel / told_.length * told_.length;
+            const int64_t count = per_channel || row_end > told_.length ? told_.length : row_end;
+            int64_t other = 0;
+            while (other < count && work_[first + other * step] != 0) ++other;
+            if (other < count) std::memcpy(inliers_ + i * E::size, inliers_ + (first + other * step) * E::size, E::size);
+            else std::memset(inliers_ + i * E::size, 0, E::size);
+        }
+    }
+
+    // The group of element i, in the arrays of scales and zeros.
+    int64_t group_of(int64_t i) const {
+        const int64_t token = i / told_.channels, channel = i % told_.channels;
+        return told_.per == Per::channel ? token / told_.length * told_.channels + channel : token * told_.groups + channel / told_.length;
+    }
+
+    float scale(int64_t i) const {
+        return told_.choice == Choice::fixed ? statics_.scale[i % told_.channels] : bf16_to_float(out_.scale[group_of(i)]);
+    }
+
+    float zero(int64_t i) const {
+        return told_.choice == Choice::fixed ? statics_.zero[i % told_.channels] : half_to_float(out_.zero[group_of(i)]);
+    }
+
+    void recode(const Dense& dense, int64_t i) const {
+        const float s = scale(i), level = x_[i] / (s == 0 ? 1.0f : s) + zero(i);
+        const int top = (1 << told_.bits) - 1;
+        int code = 0;
+        if (levels == Levels::table) while (code < top && level > told_.edges[code]) ++code;
+        else code = level > float(top) ? top : level > 0 ? int(__builtin_rintf(level)) : 0;
+        *dense.code_at(i / told_.channels, i % told_.channels) = uint8_t(code);
+    }
+
+    float decoded(const Dense& dense, int64_t i) const {
+        const uint8_t code = *dense.code_at(i / told_.channels, i % told_.channels);
+        return ((levels == Levels::table ? told_.table[code] : float(code)) - zero(i)) * scale(i);
+    }
+
+    void write_values(const Dense& dense) const {
+        for (int e = 0; e < told_.outliers; ++e) {
+            const int64_t i = out_.outlier_index[e];
+            out_.outlier_value[e] = float_to_bf16(x_[i] - decoded(dense, i));
         }
     }
 };
 
-// f(a null pointer to the encoder of this type and these levels).
+template <class T> struct Tag {
+    using type = T;
+};
+
+// f(tags of the encoders of this type and these levels, without outliers and with them).
 template <class I, Type type, class F> inline auto with_levels(const Encoder& told, F f) {
+    const auto with = [&](auto levels) {
+        constexpr Levels L = decltype(levels)::value;
+        return f(Tag<BlockEncoder<I, type, L>>{}, Tag<SparseEncoder<I, type, L>>{});
+    };
     switch (told.levels) {
-        case Levels::table: return f(static_cast<BlockEncoder<I, type, Levels::table>*>(nullptr));
-        case Levels::e4m3: return f(static_cast<BlockEncoder<I, type, Levels::e4m3>*>(nullptr));
-        default: return f(static_cast<BlockEncoder<I, type, Levels::uniform>*>(nullptr));
+        case Levels::table: return with(std::integral_constant<Levels, Levels::table>{});
+        case Levels::e4m3: return with(std::integral_constant<Levels, Levels::e4m3>{});
+        default: return with(std::integral_constant<Levels, Levels::uniform>{});
     }
 }
 
@@ -417,14 +657,21 @@ template <class I, class F> inline auto with_encoder(const Encoder& told, Type t
 }
 
 template <class I>
-inline Seen encode_block(const Encoder& told, Type type, const uint8_t* data, int64_t stride, const Encoded& out, uint8_t* scratch) {
-    return with_encoder<I>(told, type, [&](auto* kind) {
-        return std::remove_pointer_t<decltype(kind)>(told, data, stride, out, scratch).run();
+inline Seen encode_block(const Encoder& told, Type type, const uint8_t* data, int64_t stride, const Statics& statics, const Encoded& out,
+                         uint8_t* scratch) {
+    return with_encoder<I>(told, type, [&](auto dense, auto sparse) {
+        if (told.outliers) return typename decltype(sparse)::type(told, data, stride, statics, out, scratch).run();
+        typename decltype(dense)::type encoder(told, data, stride, statics, out, scratch);
+        const Seen seen = encoder.run();
+        encoder.pack();
+        return seen;
     });
 }
 
 template <class I> inline int64_t encode_scratch(const Encoder& told, Type type) {
-    return with_encoder<I>(told, type, [&](auto* kind) { return std::remove_pointer_t<decltype(kind)>::scratch_bytes(told); });
+    return with_encoder<I>(told, type, [&](auto dense, auto sparse) {
+        return told.outliers ? decltype(sparse)::type::scratch_bytes(told) : decltype(dense)::type::scratch_bytes(told);
+    });
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // The encoders' part of the Python module: checks what it is given, and encodes block by block without the GIL.
 
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -60,6 +61,19 @@ uint8_t* part_of(nb::handle tensor, const char* what, Type type, const Blocks& x
     return part.data;
 }
 
+// The same for a list of `count` entries: contiguous [..., count].
+uint8_t* list_of(nb::handle tensor, const char* what, Type type, const Blocks& x, int64_t count) {
+    require(!tensor.is_none(), std::string(what) + " is missing");
+    Type found = Type::none;
+    uint8_t* data = memory_of(tensor, what, {type}, found);
+    const nb::tuple shape = nb::cast<nb::tuple>(tensor.attr("shape"));
+    bool fits = shape.size() == x.shape.size() + 1 && nb::cast<int64_t>(shape[shape.size() - 1]) == count;
+    for (size_t i = 0; fits && i < x.shape.size(); ++i) fits = nb::cast<int64_t>(shape[i]) == x.shape[i];
+    require(fits, std::string(what) + " must be [..., " + std::to_string(count) + "] with the leading dimensions of x");
+    require(nb::cast<bool>(tensor.attr("is_contiguous")()), std::string(what) + " is not contiguous");
+    return data;
+}
+
 template <class Word> int64_t unsound_in(const uint8_t* row, int64_t count, Word limit) {  // NaN is above infinity, as an integer
     constexpr auto magnitude = Word(Word(~Word(0)) >> 1);
     int64_t found = 0;
@@ -101,10 +115,18 @@ int64_t count_unsound(int threads, nb::handle tensor, float limit) {
     return unsound(x, limit, threads);
 }
 
-// Encode every block of x. Returns how many elements are unsound (then the parts are worthless), and, where the scale is
-// fixed, the largest magnitude.
+// A list of floats that is to hold `count` of them, or none.
+std::vector<float> floats_in(nb::handle list, const char* what, size_t count) {
+    std::vector<float> all;
+    require(nb::try_cast(list, all) && all.size() == count, std::string(what) + " must be " + std::to_string(count) + " numbers");
+    return all;
+}
+
+// Encode every block of x. Returns how many elements are unsound (then the parts are worthless), and, where one scale
+// is fixed for all, the largest magnitude.
 nb::tuple encode(int isa, int threads, nb::handle tensor, int choice, int levels, int per, int bits, int64_t length, nb::handle codes,
-                 nb::handle scale, nb::handle zero, const std::vector<float>& edges, float fixed, float limit) {
+                 nb::handle scale, nb::handle zero, nb::handle outlier_index, nb::handle outlier_value, nb::handle edges, nb::handle table,
+                 float fixed, nb::handle static_scale, nb::handle static_zero, float limit) {
     const Blocks x = blocks_of(tensor, "x", element_types);
     require(x.tokens > 0 && x.channels > 0 && x.tokens < (1 << 30) && x.channels < (1 << 20), "an empty or enormous block");
     require(x.tokens % 8 == 0, "a block must be a multiple of 8 tokens");
@@ -120,35 +142,58 @@ nb::tuple encode(int isa, int threads, nb::handle tensor, int choice, int levels
     told.length = length;
     told.limit = limit;
     const bool range = told.choice == Choice::range, quadratic = told.choice == Choice::half_quadratic;
-    require(range || quadratic || told.choice == Choice::magnitude || told.choice == Choice::fixed, "an unknown choice of scales");
-    const bool fits = told.levels == Levels::uniform ? range || quadratic
-                      : told.levels == Levels::table ? range && bits <= 4
-                                                     : told.levels == Levels::e4m3 && bits == 8 && !range && !quadratic;
+    const bool given = told.choice == Choice::fixed, norm = told.choice == Choice::norm, per_channel = told.per == Per::channel;
+    require(range || quadratic || given || norm || told.choice == Choice::magnitude, "an unknown choice of scales");
+    const bool fits = told.levels == Levels::uniform ? range || quadratic || (given && per_channel)
+                      : told.levels == Levels::table ? (range || norm || (given && per_channel)) && bits <= 4
+                                                     : told.levels == Levels::e4m3 && bits == 8 && (told.choice == Choice::magnitude || given);
     require(fits, "levels do not fit the bits or the choice of scales");
-    require(told.per == Per::token || (told.per == Per::channel && (range || quadratic)), "groups run along tokens or channels");
+    require(told.per == Per::token || (per_channel && (range || quadratic || (given && told.levels != Levels::e4m3))),
+            "groups run along tokens or channels");
     const int64_t along = told.per == Per::token ? x.channels : x.tokens;
     require(length > 0 && length <= along, "groups are longer than the block, or empty");
     require(told.per == Per::token || along % length == 0, "groups of tokens must divide the block");
     told.groups = (along + length - 1) / length;
+    require(told.groups == 1 || !(given || norm), "what has one scale has one group");
     told.bottom = told.levels == Levels::table ? -1.0f : 0.0f;
     told.span = told.levels == Levels::table ? 2.0f : told.levels == Levels::e4m3 ? 448.0f : float((1 << bits) - 1);
     for (float& edge : told.edges) edge = __builtin_inff();
     if (told.levels == Levels::table) {
-        require(edges.size() + 1 == size_t(1) << bits, "a table has one edge less than levels");
-        for (size_t i = 0; i < edges.size(); ++i) told.edges[i] = edges[i];
+        const auto between = floats_in(edges, "edges", (size_t(1) << bits) - 1), all = floats_in(table, "the table", size_t(1) << bits);
+        std::copy(between.begin(), between.end(), told.edges);
+        std::copy(all.begin(), all.end(), told.table);
     }
-    if (told.choice == Choice::fixed) {
+    Statics statics;
+    const bool statics_given = given && per_channel;
+    if (given && !per_channel) {
         require(fixed == fixed && fixed != 0, "the scale is 0 or NaN");
         told.scale = fixed;
+    }
+    int64_t heads = 1, blocks = 1;  // of a head, next to each other in the leading dimensions
+    if (statics_given) {
+        require(x.shape.size() >= 2, "static scales are for blocks [..., heads, blocks, tokens, channels]");
+        heads = x.shape[x.shape.size() - 2];
+        blocks = x.shape.back();
+        statics = {floats_of(static_scale, "static scale", {heads, x.channels}), floats_of(static_zero, "static zero", {heads, x.channels})};
+        require(statics.scale && statics.zero, "static scale or zero is missing");
     }
     const int64_t rows = x.tokens * bits / 8, across = told.per == Per::token ? x.tokens : told.groups;
     const int64_t columns = told.per == Per::token ? told.groups : x.channels;
     Encoded all;
     all.codes = part_of(codes, "codes", Type::u8, x, rows, x.channels);
-    const bool scales = told.choice != Choice::fixed, zeros = range || quadratic;
+    const bool scales = !given, zeros = range || quadratic;
     require(scales != scale.is_none() && zeros != zero.is_none(), "scale or zero is missing, or given where there is none");
     if (scales) all.scale = reinterpret_cast<uint16_t*>(part_of(scale, "scale", Type::bf16, x, across, columns));
     if (zeros) all.zero = reinterpret_cast<uint16_t*>(part_of(zero, "zero", Type::f16, x, across, columns));
+    if (!outlier_index.is_none()) {
+        require(range || statics_given, "outliers beside scales that are chosen otherwise");
+        require(x.tokens * x.channels <= 65536, "outliers index at most 65536 elements");
+        const nb::object count = nb::getattr(outlier_index, "shape", nb::make_tuple(0))[nb::int_(-1)];
+        told.outliers = nb::cast<int>(count);
+        require(told.outliers > 0 && told.outliers <= x.tokens * x.channels, "more outliers than elements, or none");
+        all.outlier_index = reinterpret_cast<uint16_t*>(list_of(outlier_index, "outlier_index", Type::u16, x, told.outliers));
+        all.outlier_value = reinterpret_cast<uint16_t*>(list_of(outlier_value, "outlier_value", Type::bf16, x, told.outliers));
+    }
     const Kernels& kernels = kernels_at(isa);
     threads = threads < 1 ? 1 : threads;
     int64_t bad = 0;
@@ -158,9 +203,20 @@ nb::tuple encode(int isa, int threads, nb::handle tensor, int choice, int levels
         const int64_t bytes = kernels.encode_scratch_bytes(told, x.type);
         std::vector<Seen> seen(size_t(x.count));
         parallel(x.count, threads, [&](int64_t index) {
-            const Encoded here = {all.codes + index * rows * x.channels, scales ? all.scale + index * across * columns : nullptr,
-                                  zeros ? all.zero + index * across * columns : nullptr};
-            seen[size_t(index)] = kernels.encode(told, x.type, x[index], x.stride, here, scratch_of_thread(bytes));
+            Encoded here;
+            here.codes = all.codes + index * rows * x.channels;
+            if (scales) here.scale = all.scale + index * across * columns;
+            if (zeros) here.zero = all.zero + index * across * columns;
+            if (told.outliers) {
+                here.outlier_index = all.outlier_index + index * told.outliers;
+                here.outlier_value = all.outlier_value + index * told.outliers;
+            }
+            Statics of_head;
+            if (statics_given) {
+                const int64_t from = index / blocks % heads * x.channels;
+                of_head = {statics.scale + from, statics.zero + from};
+            }
+            seen[size_t(index)] = kernels.encode(told, x.type, x[index], x.stride, of_head, here, scratch_of_thread(bytes));
         });
         bool sound = true;
         for (const Seen& block : seen) {
@@ -172,11 +228,28 @@ nb::tuple encode(int isa, int threads, nb::handle tensor, int choice, int levels
     return nb::make_tuple(bad, largest);
 }
 
+// Rotate every block of x [..., tokens, channels] into `output`, float32 and contiguous.
+void hadamard(int isa, int threads, nb::handle tensor, nb::handle signs, nb::handle output) {
+    const Blocks x = blocks_of(tensor, "x", element_types);
+    require(x.tokens > 0 && x.channels > 0 && x.tokens < (1 << 30) && x.channels <= (1 << 16), "an empty or enormous block");
+    const float* sign = floats_of(signs, "signs", {x.channels});
+    require(sign, "signs are missing");
+    auto* out = reinterpret_cast<float*>(part_of(output, "output", Type::f32, x, x.tokens, x.channels));
+    const Kernels& kernels = kernels_at(isa);
+    const nb::gil_scoped_release released;
+    const int64_t bytes = kernels.hadamard_scratch_bytes(x.channels);
+    parallel(x.count, threads < 1 ? 1 : threads, [&](int64_t index) {
+        kernels.hadamard(x.type, x[index], x.stride, x.tokens, x.channels, sign, out + index * x.tokens * x.channels, scratch_of_thread(bytes));
+    });
+}
+
 }  // namespace
 
 void bind_encode(nb::module_& m) {
     m.def("encode", &encode, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
-          nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
+          nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(),
+          nb::arg().none(), nb::arg().none(), nb::arg());
+    m.def("hadamard", &hadamard, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none());
     m.def("count_unsound", &count_unsound, nb::arg(), nb::arg().none(), nb::arg());
 }
 

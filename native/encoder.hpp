@@ -10,7 +10,8 @@ enum class Choice : int {
     range,           // smallest and largest element meet the lowest and the highest level
     half_quadratic,  // the same scale, and the zero that HQQ finds
     magnitude,       // the largest magnitude meets the largest level; no zero
-    fixed,           // one scale, given
+    fixed,           // given: one for all, or one for each channel, with a zero
+    norm,            // of a row: see codecs/lloyd_max.py; no zero
 };
 
 struct Encoder {
@@ -22,14 +23,21 @@ struct Encoder {
     int64_t length = 0, groups = 0;  // as in Side
     float bottom = 0, span = 1;      // the lowest level, and how far above it the highest is
     float edges[16] = {};            // between neighbouring levels of a table, ascending; +inf beyond the last
-    float scale = 1;                 // where it is fixed
+    float table[16] = {};            // what its codes decode to
+    float scale = 1;                 // where one is fixed for all
+    int outliers = 0;                // entries of the sparse part
     float limit = 0;                 // largest magnitude that is sound; an element's own type holds it
 };
 
-// Where the parts of one block go: bytes, bfloat16 and float16, contiguous.
+// Scales and zeros of each channel that are given: float32 [D] of the block's head.
+struct Statics {
+    const float *scale = nullptr, *zero = nullptr;
+};
+
+// Where the parts of one block go: bytes, and bfloat16, float16 or indices, contiguous.
 struct Encoded {
     uint8_t* codes = nullptr;
-    uint16_t *scale = nullptr, *zero = nullptr;
+    uint16_t *scale = nullptr, *zero = nullptr, *outlier_index = nullptr, *outlier_value = nullptr;
 };
 
 // What was seen on the way: NaN, infinity or more than the limit (then the block is worthless), and, where the scale is

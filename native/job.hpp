@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "angles.hpp"
 #include "format.hpp"
 
 namespace kvbits {
@@ -31,10 +32,10 @@ struct Job {
     int sinks = 0, dropped = 0;
     const float *key_scale = nullptr, *key_zero = nullptr, *value_scale = nullptr, *value_zero = nullptr;
     const float *key_mean = nullptr, *value_mean = nullptr, *value_rotation = nullptr;
-    const float *cos = nullptr, *sin = nullptr;        // [B or 1, own tokens, pairs]; strides in elements
-    int64_t angle_batch = 0, angle_row = 0;
-    int pairs = 0;
-    bool interleaved = false;
+    const Steps* steps = nullptr;                      // where packed keys, or their means, have rotary angles:
+    const float *base_cos = nullptr, *base_sin = nullptr;  // of the first token of each block, [B or 1, N, pairs];
+    int64_t base_batch = 0, base_block = 0;                // strides in elements
+    bool turned = false;                               // whole keys are stored before the rotary embedding
     Array mask;                                        // [B or 1, 1 or Hq, q, columns]
     int mask_batch = 1, mask_heads = 1;
     int64_t mask_columns = 0;
@@ -45,6 +46,7 @@ struct Job {
     const float* sink_logits = nullptr;                // [Hq]
 
     int rows() const { return group * queries; }
+    int pairs() const { return steps ? steps->pairs : 0; }
 };
 
 // What one piece of the context leaves of `rows` query rows.

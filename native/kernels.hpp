@@ -6,9 +6,9 @@
 
 namespace kvbits {
 
-// A range of blocks, or of exact tokens, of one row of the batch, for KV heads head .. last_head - 1.
+// A range of blocks, or of exact tokens, of one row of the batch and one KV head.
 struct Span {
-    int batch, head, last_head;
+    int batch, head;
     bool packed;
     int first, last;
     int slot;  // which of the partials of its row and head it fills
@@ -19,8 +19,7 @@ struct Kernels {
     bool (*supported)();
     int64_t (*scratch_bytes)(const Job&);
     int (*value_width)(const Job&);
-    // Run one span; partials[h - span.head] is that of KV head h.
-    void (*attend)(const Job&, const Span&, Partial* partials, uint8_t* scratch);
+    void (*attend)(const Job&, const Span&, Partial&, uint8_t* scratch);
     // Join the partials of one row and KV head, `packed` of them of packed tokens first, into the output.
     void (*merge)(const Job&, int batch, int head, Partial* partials, int count, int packed, uint8_t* scratch);
     // Decode one block of one side into `out`, [tokens] rows `stride` bytes apart.
@@ -28,8 +27,12 @@ struct Kernels {
                    Type type, uint8_t* out, int64_t stride, uint8_t* scratch);
     int64_t (*decode_scratch_bytes)(const Side&, int tokens);
     // Encode one block, [tokens] rows `stride` bytes apart.
-    Seen (*encode)(const Encoder&, Type, const uint8_t* block, int64_t stride, const Encoded&, uint8_t* scratch);
+    Seen (*encode)(const Encoder&, Type, const uint8_t* block, int64_t stride, const Statics&, const Encoded&, uint8_t* scratch);
     int64_t (*encode_scratch_bytes)(const Encoder&, Type);
+    // Rotate one block of such rows into `out`, contiguous.
+    void (*hadamard)(Type, const uint8_t* block, int64_t stride, int64_t tokens, int64_t channels, const float* signs, float* out,
+                     uint8_t* scratch);
+    int64_t (*hadamard_scratch_bytes)(int64_t channels);
 };
 
 // Best first; only those that this build has.

@@ -3,32 +3,20 @@
 #include "attend.hpp"
 #include "decode.hpp"
 #include "encode.hpp"
+#include "hadamard.hpp"
 #include "kernels.hpp"
 
 namespace kvbits {
 namespace {
 
-void attend(const Job& job, const Span& span, Partial* partials, uint8_t* scratch) {
+void attend(const Job& job, const Span& span, Partial& partial, uint8_t* scratch) {
     Piece<Isa> piece(job, scratch);
-    if (!span.packed) {
-        for (int h = span.head; h < span.last_head; ++h) {
-            partials[h - span.head].clear();
-            piece.begin(span.batch, h, false);
-            piece.meet_exact(partials[h - span.head], span.first, span.last);
-        }
-        return;
-    }
-    for (int h = span.head; h < span.last_head; ++h) partials[h - span.head].clear();
-    if (span.last_head - span.head == 1) {
-        piece.begin(span.batch, span.head, true);
-        for (int n = span.first; n < span.last; ++n) piece.meet_block(partials[0], n);
-        return;
-    }
-    for (int n = span.first; n < span.last; ++n)  // heads inside: they share the angles
-        for (int h = span.head; h < span.last_head; ++h) {
-            piece.begin(span.batch, h, true);
-            piece.meet_block(partials[h - span.head], n);
-        }
+    partial.clear();
+    piece.begin(span.batch, span.head, span.packed);
+    if (span.packed)
+        for (int n = span.first; n < span.last; ++n) piece.meet_block(partial, n);
+    else
+        piece.meet_exact(partial, span.first, span.last);
 }
 
 int value_width(const Job& job) { return padded(job.record.value.channels); }
@@ -74,7 +62,7 @@ void merge(const Job& job, int batch, int head, Partial* partials, int count, in
 
 extern const Kernels KVBITS_EXPORT = {
     Isa::name, Isa::supported, Scratch::bytes, value_width, attend, merge, decode_block<Isa>, decode_scratch<Isa>,
-    encode_block<Isa>, encode_scratch<Isa>,
+    encode_block<Isa>, encode_scratch<Isa>, hadamard_block<Isa>, hadamard_scratch,
 };
 
 }  // namespace kvbits

@@ -103,6 +103,14 @@ Record record_of(int tokens, int64_t bytes, const nb::dict& key, const nb::dict&
     return record;
 }
 
+Steps steps_of(nb::handle cos, nb::handle sin, bool interleaved) {
+    const Array row = array_of(cos, "step cos", 2, {Type::f32});
+    require(row.shape[0] > 0 && row.shape[0] <= 4096 && row.shape[1] > 0 && row.shape[1] <= 256, "steps of no or too many tokens or pairs");
+    const float *c = floats_of(cos, "step cos", {row.shape[0], row.shape[1]}), *s = floats_of(sin, "step sin", {row.shape[0], row.shape[1]});
+    require(s, "step sin is missing");
+    return Steps(c, s, int(row.shape[0]), int(row.shape[1]), interleaved);
+}
+
 // -- attention ---------------------------------------------------------------------------------------------------
 
 std::vector<int> counts_of(nb::handle counts, int batch, int64_t most, const char* what) {
@@ -184,23 +192,24 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
 
     if (!transforms.is_none()) {
         const auto all = cast<nb::tuple>(transforms, "transforms");
-        require(all.size() == 6, "transforms are key mean, value mean, value rotation, cos, sin, interleaved");
+        require(all.size() == 7, "transforms are key mean, value mean, value rotation, steps, base cos, base sin, whole");
         job.key_mean = floats_of(all[0], "key mean", {heads, k.channels});
         job.value_mean = floats_of(all[1], "value mean", {heads, v.channels});
         job.value_rotation = floats_of(all[2], "value rotation", {v.channels, v.channels});
-        const Array cos = array_of(all[3], "cos", 3, {Type::f32}, true), sin = array_of(all[4], "sin", 3, {Type::f32}, true);
-        require((cos.type == Type::none) == (sin.type == Type::none), "cos without sin");
-        if (cos.type != Type::none) {
-            for (int i = 0; i < 3; ++i) require(cos.shape[i] == sin.shape[i] && cos.stride[i] == sin.stride[i], "cos and sin differ");
-            require((cos.shape[0] == 1 || cos.shape[0] == batch) && 2 * cos.shape[2] <= k.channels && cos.shape[2] > 0, "cos does not fit the keys");
-            require(cos.shape[1] >= int64_t(first_token) + int64_t(most) * record.tokens, "cos has too few rows for the packed tokens");
-            require(!job.packed_query.data, "rotated keys cannot be stored before the rotary embedding");
-            job.cos = reinterpret_cast<const float*>(cos.data);
-            job.sin = reinterpret_cast<const float*>(sin.data);
-            job.angle_batch = cos.shape[0] == 1 ? 0 : cos.stride[0] / 4;
-            job.angle_row = cos.stride[1] / 4;
-            job.pairs = int(cos.shape[2]);
-            job.interleaved = cast<bool>(all[5], "interleaved");
+        if (!all[3].is_none()) {
+            require(nb::isinstance<Steps>(all[3]), "steps are not Steps");
+            job.steps = nb::cast<const Steps*>(all[3]);
+            require(job.steps->tokens == record.tokens && 2 * job.steps->pairs <= k.channels, "steps do not fit the keys");
+            const Array cos = array_of(all[4], "base cos", 3, {Type::f32}), sin = array_of(all[5], "base sin", 3, {Type::f32});
+            for (int i = 0; i < 3; ++i) require(cos.shape[i] == sin.shape[i] && cos.stride[i] == sin.stride[i], "base cos and sin differ");
+            require((cos.shape[0] == 1 || cos.shape[0] == batch) && cos.shape[2] == job.steps->pairs, "base cos does not fit the keys");
+            require(cos.shape[1] >= most, "base cos has too few rows for the blocks");
+            job.base_cos = reinterpret_cast<const float*>(cos.data);
+            job.base_sin = reinterpret_cast<const float*>(sin.data);
+            job.base_batch = cos.shape[0] == 1 ? 0 : cos.stride[0] / 4;
+            job.base_block = cos.stride[1] / 4;
+            job.turned = cast<bool>(all[6], "whole");
+            require(!job.turned || !job.packed_query.data, "rotated keys cannot be stored before the rotary embedding");
         }
     }
 
@@ -282,6 +291,10 @@ NB_MODULE(_native, m) {
         .def("__init__", [](Record* self, int tokens, int64_t bytes, const nb::dict& key, const nb::dict& value) {
             new (self) Record(record_of(tokens, bytes, key, value));
         }, nb::arg("tokens"), nb::arg("bytes"), nb::arg("key"), nb::arg("value"));
+    nb::class_<Steps>(m, "Steps", "Rotary angles of the tokens of a block, beyond those of its first.")
+        .def("__init__", [](Steps* self, nb::handle cos, nb::handle sin, bool interleaved) {
+            new (self) Steps(steps_of(cos, sin, interleaved));
+        }, nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("interleaved"));
     m.def("attend", &attend_tensors, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());

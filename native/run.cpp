@@ -27,8 +27,7 @@ Plan plan_of(const Job& job, int threads) {
     Plan plan;
     int64_t blocks = 0;
     for (const int count : job.counts) blocks += count;
-    const bool together = job.cos != nullptr;  // heads in one span share the angles
-    const int64_t pieces = blocks * (together ? 1 : job.heads);
+    const int64_t pieces = blocks * job.heads;
     // A few spans per thread even the load out; a span of many query rows has much to leave, and is kept long.
     int64_t chunk = (pieces + threads * 6 - 1) / (threads * 6);
     const int64_t least = job.rows() > 64 ? 8 : 1;
@@ -43,16 +42,12 @@ Plan plan_of(const Job& job, int threads) {
         plan.partials += job.heads * (packed + exact);
         for (int c = 0; c < packed; ++c) {
             const int first = int(c * chunk), last = int(first + chunk < job.counts[size_t(b)] ? first + chunk : job.counts[size_t(b)]);
-            if (together) {
-                plan.spans.push_back({b, 0, job.heads, true, first, last, c});
-                continue;
-            }
-            for (int h = 0; h < job.heads; ++h) plan.spans.push_back({b, h, h + 1, true, first, last, c});
+            for (int h = 0; h < job.heads; ++h) plan.spans.push_back({b, h, true, first, last, c});
         }
         for (int c = 0; c < exact; ++c) {
             const int first = c * exact_chunk, rest = job.held[size_t(b)] - first;
             const int last = first + (rest < exact_chunk ? rest : exact_chunk);
-            for (int h = 0; h < job.heads; ++h) plan.spans.push_back({b, h, h + 1, false, first, last, packed + c});
+            for (int h = 0; h < job.heads; ++h) plan.spans.push_back({b, h, false, first, last, packed + c});
         }
     }
     return plan;
@@ -84,13 +79,10 @@ void attend(const Job& job, const Kernels& kernels, int threads) {
         const Span& span = plan.spans[size_t(index)];
         const int packed = plan.packed[size_t(span.batch)], count = packed + plan.exact[size_t(span.batch)];
         uint8_t* scratch = scratch_of_thread(scratch_bytes);
-        std::vector<Partial> mine;
-        for (int h = span.head; h < span.last_head; ++h)
-            mine.push_back(partials[size_t(plan.first_partial[size_t(span.batch)] + h * count + span.slot)]);
-        kernels.attend(job, span, mine.data(), scratch);
-        for (int h = span.head; h < span.last_head; ++h)
-            if (missing[size_t(span.batch * job.heads + h)].fetch_sub(1) == 1)
-                kernels.merge(job, span.batch, h, &partials[size_t(plan.first_partial[size_t(span.batch)] + h * count)], count, packed, scratch);
+        Partial* all = &partials[size_t(plan.first_partial[size_t(span.batch)] + span.head * count)];
+        kernels.attend(job, span, all[span.slot], scratch);
+        if (missing[size_t(span.batch * job.heads + span.head)].fetch_sub(1) == 1)
+            kernels.merge(job, span.batch, span.head, all, count, packed, scratch);
     });
 }
 

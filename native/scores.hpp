@@ -153,21 +153,5 @@ KVBITS_STAGE void float_keys(const Side& side, const Tiles& tiles, int tile, int
     }
 }
 
-// Rotate float keys [channel][16] by angles [pair][16].
-template <class I>
-inline void rotate(float* keys, int pairs, bool interleaved, const float* cos, const float* sin) {
-    using f32 = typename I::f32;
-    for (int i = 0; i < pairs; ++i) {
-        float* a = keys + 16 * (interleaved ? 2 * i : i);
-        float* b = keys + 16 * (interleaved ? 2 * i + 1 : i + pairs);
-        for (int part = 0; part < 16; part += I::W) {
-            const f32 x = load<f32>(a + part), y = load<f32>(b + part);
-            const f32 c = load<f32>(cos + 16 * i + part), s = load<f32>(sin + 16 * i + part);
-            store(a + part, I::fma(x, c, -(y * s)));
-            store(b + part, I::fma(y, c, x * s));
-        }
-    }
-}
-
 }  // namespace
 }  // namespace kvbits

@@ -16,6 +16,7 @@ from kvbits.attend import KERNELS, Call, KVView, attend, choose, explain, refere
 from kvbits.cache import LayerCache
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
+from kvbits.types import Params
 
 SMALL = "residual=20,sinks=4,block=32"
 
@@ -62,7 +63,8 @@ def view_of(
     window: int | None = None,
 ) -> KVView:
     """What attention sees in the last of several calls with ``counts`` new columns each."""
-    cache, rows, view, first = LayerCache(Scheme.parse(scheme), window=window), Rows(), None, 0
+    parsed, rows, view, first = Scheme.parse(scheme), Rows(), None, 0
+    cache = LayerCache(parsed, window=window, learned=calibrated(parsed, shape))
     for seed, count in enumerate(counts):
         rows = rows.extend(batch, count, None if text is None else text[:, first : first + count])
         keys = random(batch, shape.heads, count, shape.key_channels, seed=2 * seed, dtype=dtype)
@@ -70,6 +72,16 @@ def view_of(
         view, first = cache.append(keys, values, rows), first + count
     assert view is not None
     return view
+
+
+def calibrated(scheme: Scheme, shape: Shape) -> tuple[Params, Params]:
+    """What calibration teaches those codecs that need it."""
+    sides = ((scheme.key, shape.key_channels, 50), (scheme.value, shape.value_channels, 51))
+    keys, values = (
+        codec.fit(random(1, shape.heads, 256, channels, seed=seed)) if codec.needs_calibration else {}
+        for codec, channels, seed in sides
+    )
+    return keys, values
 
 
 def query_for(view: KVView, shape: Shape, count: int) -> torch.Tensor:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from kvbits.codecs import CODECS, Codec, Fp8Static
+from kvbits.codecs import CODECS, Codec, Fp8Static, NonUniform
 from kvbits.codecs.affine import Affine
 from kvbits.codecs.grouped import GROUPS, Grouped
 from kvbits.codecs.half_quadratic import P_NORM, HalfQuadratic
-from kvbits.encode import KERNELS, LARGEST, Unsound, choose, encode, explain, native, reference
+from kvbits.encode import KERNELS, LARGEST, Unsound, choose, encode, explain, native, reference, rotate
 from kvbits.library import library
-from kvbits.numerics import bitpack
+from kvbits.numerics import bitpack, groups, hadamard, outliers
 from kvbits.scheme import parse_codec
 from kvbits.types import Packed, Params
 
@@ -35,7 +38,7 @@ HQQ = [name for name in EXAMPLES if name.startswith("hqq")]
 GROUPED = [
     str(kind(bits, per, group))
     for kind in CODECS
-    if issubclass(kind, Grouped) and kind is not HalfQuadratic
+    if issubclass(kind, Grouped) and kind not in (HalfQuadratic, NonUniform)
     for bits, per, group in product(kind.allowed_bits, ("token", "channel"), GROUPS)
 ]
 CHANNELS = (1, 8, 12, 20, 31, 33, 64, 65, 80, 96, 112, 128, 130, 256)
@@ -90,9 +93,64 @@ def assert_same_bits(got: Packed, wanted: Packed) -> None:
         assert torch.equal(got[name].contiguous().view(torch.uint8), part.contiguous().view(torch.uint8)), name
 
 
+def assert_same(got: Packed, wanted: Packed, codec: Codec, x: torch.Tensor, params: Params) -> None:
+    """The same bits; with outliers, those that go with a choice that is as good."""
+    if not isinstance(codec, Grouped) or not codec.outliers:
+        return assert_same_bits(got, wanted)
+    index = got["outlier_index"].long()
+    assert bool((index.diff() > 0).all())
+    chosen = torch.zeros(*x.shape[:-2], x.shape[-2] * x.shape[-1], dtype=torch.bool).scatter_(-1, index, True)
+    out = how_far_out(codec, x, params).flatten(-2)
+    inside, outside = out.masked_fill(chosen, 0).amax(-1), out.masked_fill(~chosen, torch.inf).amin(-1)
+    assert bool((outside >= inside * (1 - 1e-6)).all())  # a sum in another order may round otherwise
+
+    def find(grouped: torch.Tensor, dim: int, *_: Any) -> torch.Tensor:
+        cut, _ = groups.split(chosen.view(x.shape).float(), codec.per, codec.group)
+        return cut > 0
+
+    def pick(rest: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return got["outlier_index"], rest.flatten(-2).gather(-1, index).to(outliers.VALUE_DTYPE)
+
+    with mock.patch.object(outliers, "find", find), mock.patch.object(outliers, "pick", pick):
+        return assert_same_bits(got, codec.encode(x, params))
+
+
+def how_far_out(codec: Grouped, x: torch.Tensor, params: Params) -> torch.Tensor:
+    """By what the outliers of a block are chosen."""
+    x = x.float()
+    if codec.static:
+        dense = dataclasses.replace(codec, outliers=0.0)
+        return (x - dense.decode(dense.encode(x, params), params)).abs()
+    grouped, dim = groups.split(x.double(), codec.per, codec.group)
+    real = groups.weights(x.shape[-1], codec.per, codec.group, x.device)
+    weights = torch.ones_like(grouped) if real is None else real.double().expand_as(grouped)
+    size = weights.sum(dim, keepdim=True)
+    off = grouped - (grouped * weights).sum(dim, keepdim=True) / size
+    spread = ((off * weights).square().sum(dim, keepdim=True) / size).sqrt()
+    return groups.join(off.abs() / spread.clamp(min=1e-300), codec.per, x.shape[-1])
+
+
+def blocks(x: torch.Tensor) -> torch.Tensor:
+    """``x [..., T, D]`` as ``[..., H, N, T, D]``, which static scales are for."""
+    return x[None, None] if x.ndim == 2 else x[:, None] if x.ndim == 3 else x
+
+
+def fit(codec: Codec, x: torch.Tensor) -> Params:
+    """What blocks ``x [..., H, N, T, D]`` teach, as far as static ranges go; tables are fitted to usual numbers."""
+    if isinstance(codec, NonUniform):
+        return usual(codec, x.shape[-4], x.shape[-1])
+    return codec.fit(x.transpose(-4, -3).flatten(0, -4).float().clamp(-1e30, 1e30))
+
+
+@functools.cache
+def usual(codec: Codec, heads: int, channels: int) -> Params:
+    return codec.fit(normal(2, heads, 128, channels, seed=99))
+
+
 def assert_right(isa: int, codec: Codec, x: torch.Tensor) -> None:
-    params = codec.fit(x)
-    assert_same_bits(native.run_on(isa, codec, x, params), codec.encode(x, params))
+    x = blocks(x)
+    params = fit(codec, x)
+    assert_same(native.run_on(isa, codec, x, params), codec.encode(x, params), codec, x, params)
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------
@@ -138,15 +196,35 @@ def test_constant_zero_tiny_and_huge_groups(name: str, dtype: torch.dtype, isa: 
 
 
 @each_set
+@pytest.mark.parametrize(
+    "name", ("int4-1%", "int2-channel-5%", "nf3-static-10%", "nuq3-token-gs16-1%", "nuq2-static-1%-qnorm")
+)
+def test_outliers_of_any_blocks(name: str, isa: int) -> None:
+    codec = parse_codec(name)
+    for tokens, channels, dtype in (
+        (32, 512, torch.float32),
+        (64, 80, torch.bfloat16),
+        (256, 256, torch.float16),
+        (32, 8, torch.float32),
+    ):
+        x = normal(2, 2, tokens, channels, seed=tokens, dtype=dtype)
+        assert_right(isa, codec, x)
+        x[..., ::7, 3] *= 50  # a whole group may be outliers
+        assert_right(isa, codec, x)
+
+
+@each_set
 @pytest.mark.parametrize("tokens", (8, 24, 1000))
 def test_other_block_lengths(tokens: int, isa: int) -> None:
-    for name in ("int8", "int4", "int3", "int2", "nf3", "fp8", "fp8-static"):
+    for name in ("int8", "int4", "int3", "int2", "nf3", "fp8", "fp8-static", "int3-static", "lm3"):
         assert_right(isa, parse_codec(name), normal(2, tokens, 80, seed=tokens, dtype=torch.bfloat16))
 
 
 @each_set
 @each_dtype
-@pytest.mark.parametrize("name", ("int4", "int3-channel", "nf4", "fp8", "fp8-static", "exact"))
+@pytest.mark.parametrize(
+    "name", ("int4", "int3-channel", "nf4", "fp8", "fp8-static", "exact", "int4-static-1%", "nf3-1%", "lm4")
+)
 def test_any_strides(name: str, dtype: torch.dtype, isa: int) -> None:
     codec = parse_codec(name)
     buffer = normal(2, 3, 300, 80, seed=1, dtype=dtype)
@@ -160,10 +238,10 @@ def test_any_strides(name: str, dtype: torch.dtype, isa: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("name", ("int4", "hqq4", "nf2-channel", "fp8-static"))
+@pytest.mark.parametrize("name", ("int4", "hqq4", "nf2-channel", "fp8-static", "int3-static", "nf4-1%", "lm3"))
 def test_any_number_of_threads(name: str) -> None:
     codec, x, threads = parse_codec(name), normal(5, 3, 128, 64, dtype=torch.bfloat16), torch.get_num_threads()
-    params = codec.fit(x)
+    params = fit(codec, x)
     try:
         torch.set_num_threads(1)
         alone = native.run(codec, x, params)
@@ -172,6 +250,47 @@ def test_any_number_of_threads(name: str) -> None:
             assert_same_bits(native.run(codec, x, params), alone)
     finally:
         torch.set_num_threads(threads)
+
+
+# -- rotations ---------------------------------------------------------------------------------------------------------
+
+
+@each_set
+@each_dtype
+@pytest.mark.parametrize("channels", (1, 8, 20, 64, 80, 96, 128, 256, 512))
+def test_rotations_have_the_bits_of_their_twin(channels: int, dtype: torch.dtype, isa: int) -> None:
+    signs = hadamard.signs(channels)
+    for x in (
+        normal(2, 3, 40, channels, dtype=dtype),
+        normal(40, 2, channels + 3, dtype=dtype).transpose(0, 1)[..., 3:],
+    ):
+        wanted = hadamard.transform(x.float() * signs)
+        assert torch.equal(rotate.rotate_on(isa, x, signs), wanted)
+        assert torch.equal(rotate.rotate(x), wanted)
+
+
+def test_rotations_of_what_the_native_kernel_does_not_take() -> None:
+    for x in (normal(16, 64).double(), normal(0, 16, 64), normal(64), normal(16, 64).to("meta")):
+        assert rotate.rotate(x).shape == x.shape
+
+
+@needs_native
+def test_rotations_without_sense_are_refused() -> None:
+    assert MODULE is not None
+    x, signs, out = normal(2, 16, 64), torch.ones(64), torch.empty(2, 16, 64)
+    MODULE.hadamard(0, 1, x, signs, out)
+    for call, words in (
+        ((99, 1, x, signs, out), "no instruction set"),
+        ((0, 1, x.double(), signs, out), "x is torch.float64"),
+        ((0, 1, x[:, :0], signs, out), "empty or enormous"),
+        ((0, 1, x, signs[:32], out), "signs has the wrong shape"),
+        ((0, 1, x, None, out), "signs are missing"),
+        ((0, 1, x, signs, out[:1]), "leading dimensions of x"),
+        ((0, 1, x, signs, out.bfloat16()), "output is torch.bfloat16"),
+        ((0, 1, x, signs, torch.empty(2, 16, 128)[..., :64]), "output is not contiguous"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            MODULE.hadamard(*call)
 
 
 # -- HQQ ---------------------------------------------------------------------------------------------------------------
@@ -226,7 +345,7 @@ def test_what_no_block_can_hold_is_counted_and_refused(name: str, dtype: torch.d
     bad = [torch.nan, torch.inf, -torch.inf] + ([] if dtype == torch.float16 else [1.1e38, -3e38])
     for channels, strange in product((20, 64), bad):
         x = normal(2, 2, 128, channels, dtype=dtype)
-        params = codec.fit(x)
+        params = fit(codec, x)
         for where in ((0, 0, 0, 0), (1, 1, 127, channels - 1)):
             one = x.clone()
             one[where] = strange
@@ -268,7 +387,8 @@ def good() -> dict[str, Any]:
     return {
         "isa": 0, "threads": 1, "x": normal(2, 128, 64), "choice": 0, "levels": 0, "per": 0, "bits": 4, "length": 64,
         "codes": torch.empty(2, 64, 64, dtype=torch.uint8), "scale": torch.empty(2, 128, 1, dtype=torch.bfloat16),
-        "zero": torch.empty(2, 128, 1, dtype=torch.float16), "edges": [], "fixed": 1.0, "limit": 1e38,
+        "zero": torch.empty(2, 128, 1, dtype=torch.float16), "outlier_index": None, "outlier_value": None,
+        "edges": [], "table": [], "fixed": 1.0, "static_scale": None, "static_zero": None, "limit": 1e38,
     }  # fmt: skip
 
 
@@ -276,6 +396,7 @@ def wrong() -> Iterator[tuple[str, dict[str, Any], str]]:
     """What callers may get wrong, and words of the error."""
     x = normal(2, 128, 64)
     scale = torch.empty(2, 128, 1, dtype=torch.bfloat16)
+    norm = {"choice": 4, "levels": 1, "edges": [0.0] * 15, "table": [0.0] * 16, "zero": None}
     yield "float64", {"x": x.double()}, "x is torch.float64; allowed are float32"
     yield "no tensor", {"x": None}, "x is missing"
     yield "one dimension", {"x": x[0, 0]}, "x has 1 dimensions"
@@ -298,7 +419,51 @@ def wrong() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "direction", {"per": 2}, "groups run along"
     yield "choice", {"choice": 7}, "unknown choice"
     yield "levels", {"levels": 2}, "levels do not fit"
-    yield "edges", {"levels": 1, "edges": [0.0] * 14}, "one edge less than levels"
+    yield "edges", {"levels": 1, "edges": [0.0] * 14}, "edges must be 15 numbers"
+    yield "table", {"levels": 1, "edges": [0.0] * 15, "table": [0.0] * 15}, "the table must be 16 numbers"
+    yield "no edges", {"levels": 1, "edges": None}, "edges must be 15 numbers"
+    yield (
+        "norm with groups",
+        {"choice": 4, "levels": 1, "length": 32, "edges": [0.0] * 15, "table": [0.0] * 16},
+        "has one group",
+    )
+    static = {"choice": 3, "per": 1, "length": 128, "scale": None, "zero": None}
+    yield "static without heads", static, "static scales are for blocks"
+    static = {**static, "x": x[None], "codes": torch.empty(1, 2, 64, 64, dtype=torch.uint8)}
+    yield "no static scale", static, "static scale or zero is missing"
+    yield (
+        "static scale of more heads",
+        {**static, "static_scale": torch.ones(2, 64)},
+        "static scale has the wrong shape",
+    )
+    static["static_scale"] = torch.ones(1, 64)
+    yield "no static zero", static, "static scale or zero is missing"
+    yield (
+        "static zero of float64",
+        {**static, "static_zero": torch.ones(1, 64).double()},
+        "static zero is torch.float64",
+    )
+    yield "static per token", {**static, "per": 0, "length": 64}, "levels do not fit"
+    index, value = torch.empty(2, 8, dtype=torch.uint16), torch.empty(2, 8, dtype=torch.bfloat16)
+    yield "outliers without values", {"outlier_index": index}, "outlier_value is missing"
+    yield "fewer values", {"outlier_index": index, "outlier_value": value[:, :7]}, r"outlier_value must be \[..., 8\]"
+    yield "values apart", {"outlier_index": index, "outlier_value": value.t().contiguous().t()}, "is not contiguous"
+    yield (
+        "indices of int16",
+        {"outlier_index": index.view(torch.int16), "outlier_value": value},
+        "outlier_index is torch.int16",
+    )
+    yield (
+        "indices of more blocks",
+        {"outlier_index": index.repeat(2, 1), "outlier_value": value},
+        "outlier_index must be",
+    )
+    yield (
+        "no outliers",
+        {"outlier_index": index[:, :0], "outlier_value": value[:, :0]},
+        "more outliers than elements, or none",
+    )
+    yield "outliers of norms", {**norm, "outlier_index": index, "outlier_value": value}, "outliers beside scales"
     yield "fixed scale", {"levels": 2, "bits": 8, "choice": 3, "fixed": 0.0, "scale": None, "zero": None}, "scale is 0"
     yield "no scale", {"scale": None}, "scale or zero is missing"
     yield "type of scale", {"scale": scale.half()}, "scale is torch.float16; allowed are bfloat16"
@@ -322,26 +487,29 @@ def test_mistakes_raise(changes: dict[str, Any], words: str) -> None:
 
 
 @each_set
-@pytest.mark.parametrize("name", ("int4", "int2-channel", "nf3", "int8", "fp8", "hqq3"))
+@pytest.mark.parametrize(
+    "name", ("int4", "int2-channel", "nf3", "int8", "fp8", "hqq3", "int4-1%", "int3-static-2%", "lm3")
+)
 def test_nothing_beyond_the_parts_is_written(name: str, isa: int) -> None:
     """Every part lies between guards; head dimensions are such that no vector ends where a row does."""
     assert MODULE is not None
     codec = parse_codec(name)
     for channels in (8, 20, 65, 80, 130):
-        x = normal(3, 128, channels, seed=channels, dtype=torch.bfloat16)
+        x = normal(3, 1, 128, channels, seed=channels, dtype=torch.bfloat16)
+        params = fit(codec, x)
         guarded: dict[str, torch.Tensor] = {}
         for part in codec.layout(128, channels, x.dtype):
             memory = torch.full((3 * part.nbytes + 256,), 0xA5, dtype=torch.uint8)
             guarded[part.name] = memory
         inner = {
-            part.name: guarded[part.name][128:-128].view(part.dtype).view(3, *part.shape)
+            part.name: guarded[part.name][128:-128].view(part.dtype).view(3, 1, *part.shape)
             for part in codec.layout(128, channels, x.dtype)
         }
-        wanted = native.run_on(isa, codec, x, {})
+        wanted = native.run_on(isa, codec, x, params)
         empty, torch_empty = iter(inner.values()), torch.empty
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "empty", lambda *shape, dtype, parts=empty: next(parts))
-            got = native.run_on(isa, codec, x, {})
+            got = native.run_on(isa, codec, x, params)
         assert torch.empty is torch_empty
         assert_same_bits(got, wanted)
         for memory in guarded.values():

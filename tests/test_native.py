@@ -130,7 +130,7 @@ cached_view = functools.cache(view_of)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_codec(spelling: str, counts: tuple[int, ...], isa: str) -> None:
     """72 and 40 channels: incomplete vectors, groups of unequal length, and halves of tiles."""
-    block = 128 if spelling.endswith("gs128") else 32
+    block = 128 if "gs128" in spelling else 32
     view = cached_view(UNLIKE, counts, f"{spelling},residual=20,sinks=4,block={block}")
     if spelling != "exact":
         assert (view.blocks.longest > 0) == (counts[0] > 20)
@@ -142,6 +142,7 @@ def test_every_codec(spelling: str, counts: tuple[int, ...], isa: str) -> None:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_what_is_decoded_natively_are_the_bits_of_the_codec(spelling: str, dtype: torch.dtype, isa: str) -> None:
     view = cached_view(UNLIKE, (300, 1), f"{spelling},residual=20,sinks=4,block=128", dtype=dtype)
+    view = dataclasses.replace(view, key_transform=Transform(), value_transform=Transform())
     for got, right in zip(native.decode(view), view.decode(0, view.blocks.longest), strict=True):
         assert torch.equal(got, right.to(dtype))
 
@@ -235,11 +236,15 @@ class WithOutliers(Unspelled):
 
     @property
     def format(self) -> Format:
-        return dataclasses.replace(self.dense.format, outliers=self.count)
+        return dataclasses.replace(self.dense.format, outliers=True)
 
     @property
     def block_multiple(self) -> int:
         return self.dense.block_multiple
+
+    @property
+    def learns(self) -> bool:
+        return self.dense.learns
 
     def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
         return (
@@ -263,7 +268,8 @@ class WithOutliers(Unspelled):
         return {**packed, "outlier_index": index, "outlier_value": value.masked_fill(spare, 0)}
 
     def decode(self, packed: Packed, params: Params) -> torch.Tensor:
-        out = self.dense.decode(packed, params).clone()
+        dense = {name: part for name, part in packed.items() if not name.startswith("outlier")}
+        out = self.dense.decode(dense, params).clone()
         outliers.add_into(out, packed["outlier_index"], packed["outlier_value"])
         return out
 
@@ -275,6 +281,10 @@ class PerChannel(Unspelled):
     bits: int = 4
     levels: Literal["uniform", "table"] = "uniform"
     zero: bool = True
+
+    @property
+    def learns(self) -> bool:
+        return True
 
     @property
     def format(self) -> Format:
@@ -327,6 +337,10 @@ class Learned(Grouped):
     pattern: ClassVar[re.Pattern[str]] = re.compile("(?!)")
     examples: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def learns(self) -> bool:
+        return True
+
     def table(self, params: Params) -> torch.Tensor | None:
         return params["table"]
 
@@ -337,7 +351,8 @@ class Learned(Grouped):
         table = params["table"]
         grouped, dim = groups.split(x.float(), self.per, self.group)
         scale, zero = affine.choose_qparams(grouped, dim, float(table[0]), float(table[-1]))
-        return self.pack(codebook.nearest(affine.to_levels(grouped, scale, zero), table), scale, zero, dim, x.shape[-1])
+        codes = groups.join(codebook.nearest(affine.to_levels(grouped, scale, zero), table), self.per, x.shape[-1])
+        return {"codes": bitpack.pack(codes, self.bits), "scale": scale.squeeze(dim), "zero": zero.squeeze(dim)}
 
     def decode_into(self, out: torch.Tensor, packed: Packed, params: Params) -> None:
         levels = params["table"][bitpack.unpack(packed["codes"], self.bits).long()]
@@ -456,11 +471,14 @@ def rotation_of(channels: int) -> torch.Tensor:
 
 
 def rope_of(view: KVView, pairs: int, interleaved: bool = False, per_row: bool = False) -> Rope:
-    """Angles of all own tokens of a view; per row, each row's begin elsewhere, as after left padding."""
-    batch, tokens = view.keys.shape[0], view.rows.columns
+    """Angles of the packed blocks of a view; per row, each row's begin elsewhere, as after left padding."""
+    batch, block = view.keys.shape[0], view.blocks.record.tokens
     start = torch.arange(batch) * 7 if per_row else torch.zeros(1)
-    angle = (start[:, None] + torch.arange(tokens))[..., None] / 10 ** torch.linspace(0, 4, pairs)
-    return Rope(angle.cos() * 1.1, angle.sin() * 1.1, interleaved)  # some scalings of RoPE carry a factor
+    frequencies = 10 ** -torch.linspace(0, 4, pairs)
+    first = view.sinks + view.dropped + block * torch.arange(view.blocks.longest)
+    base, step = (start[:, None] + first)[..., None] * frequencies, torch.arange(block)[:, None] * frequencies
+    # some scalings of RoPE carry a factor
+    return Rope(base.cos() * 1.1, base.sin() * 1.1, step.cos(), step.sin(), interleaved)
 
 
 def means(view: KVView, side: str) -> torch.Tensor:
@@ -488,6 +506,18 @@ TRANSFORMS: dict[str, Callable[[KVView], tuple[Transform, Transform]]] = {
     "RoPE and means": lambda view: (
         Transform(means(view, "keys"), rope=rope_of(view, 16, True, True)),
         Transform(means(view, "values")),
+    ),
+    "RoPE off the mean": lambda view: (
+        Transform(means(view, "keys"), rope=rope_of(view, 32), whole=False),
+        Transform(),
+    ),
+    "RoPE off the mean, rotated": lambda view: (
+        Transform(means(view, "keys"), rotation_of(64), rope_of(view, 32), whole=False),
+        Transform(rotation=rotation_of(64)),
+    ),
+    "partial RoPE off the mean of each row": lambda view: (
+        Transform(means(view, "keys"), rotation_of(64), rope_of(view, 13, True, True), whole=False),
+        Transform(),
     ),
     "RoPE and values rotated": lambda view: (
         Transform(rope=rope_of(view, 32)),
@@ -530,7 +560,9 @@ def test_transforms(name: str, stored: str, isa: str) -> None:
         assert same(got, native.run(dataclasses.replace(call, view=plain)), 1e-2) == (name == "nothing")
 
 
-@pytest.mark.parametrize("name", ("RoPE of each row", "RoPE and means", "means and rotations"))
+@pytest.mark.parametrize(
+    "name", ("RoPE of each row", "RoPE and means", "means and rotations", "RoPE off the mean, rotated")
+)
 @pytest.mark.parametrize("stored", ("kivi4", "fp8", "one outlier"))
 def test_transforms_of_more_rows_than_one_batch_of_queries(stored: str, name: str) -> None:
     view = transformed(stored_as(stored, (150, 70)), name)
@@ -563,23 +595,74 @@ def test_rope_where_tokens_behind_the_sinks_are_gone(isa: str) -> None:
     whole = view_of(PLAIN, (190, 3))
     blocks = whole.blocks
     left = Blocks(blocks.record, blocks.pool, blocks.table[:, 2:], tuple(n - 2 for n in blocks.counts), False)
-    view = dataclasses.replace(whole, blocks=left, dropped=64, key_transform=Transform(rope=rope_of(whole, 32)))
+    view = dataclasses.replace(whole, blocks=left, dropped=64)
+    view = dataclasses.replace(view, key_transform=Transform(rope=rope_of(view, 32)))
     mask = causal(view, 3)[None, None].clone()
     mask[..., 4:68] = False
     assert view.sinks == 4 and left.longest > 0
     assert_native(Call(query_for(view, PLAIN, 3), view, 0.125, mask))
 
 
+@each_isa
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("interleaved", (False, True), ids=("", "interleaved"))
+def test_rope_before_every_codec(interleaved: bool, spelling: str, isa: str) -> None:
+    block = 128 if "gs128" in spelling else 32
+    view = cached_view(Shape(1, 4, 80, 80), (170, 1), f"{spelling},residual=20,sinks=4,block={block}")
+    for pairs in (40, 16):
+        turned = dataclasses.replace(view, key_transform=Transform(rope=rope_of(view, pairs, interleaved)))
+        assert_native(Call(query_for(view, Shape(1, 4, 80, 80), 1), turned, 0.12))
+
+
+@each_isa
+def test_rope_before_blocks_of_any_length(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in (8, 16, 24, 48, 256):
+        monkeypatch.setattr("kvbits.scheme.BLOCKS", (block,))
+        for spelling in ("int3", "nf4", "fp8", "int2-channel-gs16"):
+            if block % 16 and spelling.endswith("gs16"):
+                continue
+            view = view_in(Scheme.parse(f"{spelling},residual=10,sinks=3,block={block}"), PLAIN, (2 * block + 13, 3))
+            for whole in (True, False):
+                transform = Transform(means(view, "keys"), rope=rope_of(view, 32), whole=whole)
+                turned = dataclasses.replace(view, key_transform=transform)
+                assert_native(Call(query_for(view, PLAIN, 3), turned, 0.125))
+
+
 def test_angles_of_any_strides() -> None:
     """A model's cosines come for all channels, each angle twice: a pair's are every other one, or the first half."""
     view = stored_as("kivi4", (150, 1))
-    wide = torch.arange(151.0)[None, :, None] / 10 ** torch.linspace(0, 4, 64)
-    twice = Rope(wide.cos()[..., ::2], wide.sin()[..., ::2], True)
-    halves = Rope(wide.cos()[..., :32], wide.sin()[..., :32].contiguous())
-    one = Rope(wide.cos()[..., :32].expand(2, -1, -1), wide.sin()[..., :32].repeat(2, 1, 1))
-    for rope in (twice, halves, one):
+    block, count = view.blocks.record.tokens, view.blocks.longest
+    wide = torch.arange(float(block * count))[None, :, None] / 10 ** torch.linspace(0, 4, 64)
+    base, step = wide[:, ::block], wide[0, :block]
+    ropes = (
+        Rope(base.cos()[..., ::2], base.sin()[..., ::2], step.cos()[..., ::2], step.sin()[..., ::2], True),
+        Rope(base.cos()[..., :32], base.sin()[..., :32], step.cos()[..., :32], step.sin()[..., :32].contiguous()),
+        Rope(
+            base.cos()[..., :32].expand(2, -1, -1), base.sin()[..., :32].expand(2, -1, -1),
+            step.cos()[:, :32], step.sin()[:, :32],
+        ),
+    )  # fmt: skip
+    for rope in ropes:
         rotated = dataclasses.replace(view, key_transform=Transform(rope=rope))
         assert_native(Call(query_for(view, PLAIN, 1), rotated, 0.125))
+
+
+def test_other_steps_are_not_taken_for_those_before() -> None:
+    view = stored_as("kivi4", (150, 1))
+    for pairs in (32, 16, 32):
+        turned = dataclasses.replace(view, key_transform=Transform(rope=rope_of(view, pairs)))
+        assert_native(Call(query_for(view, PLAIN, 1), turned, 0.125))
+
+
+def test_steps_that_change_the_length() -> None:
+    """No rotary embedding has them; the angles are what they are told to be."""
+    view = stored_as("kivi4", (150, 1))
+    rope = rope_of(view, 32)
+    for factor in (1e-20, 0.3, 7.0):
+        longer = dataclasses.replace(rope, step_cos=rope.step_cos * factor, step_sin=rope.step_sin * factor)
+        assert_native(
+            Call(query_for(view, PLAIN, 1), dataclasses.replace(view, key_transform=Transform(rope=longer)), 0.1)
+        )
 
 
 @pytest.mark.parametrize("queries", (1, 5))
@@ -995,16 +1078,28 @@ def unaligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def transforms(**changes: Any) -> dict[str, Any]:
-    good = {"key_mean": None, "value_mean": None, "rotation": None, "cos": None, "sin": None, "interleaved": False}
+    good = {
+        "key_mean": None, "value_mean": None, "rotation": None,
+        "steps": None, "base_cos": None, "base_sin": None, "whole": True,
+    }  # fmt: skip
     assert changes.keys() <= good.keys()
     return {"transforms": tuple({**good, **changes}.values())}
+
+
+def turned(**changes: Any) -> dict[str, Any]:
+    """Transforms with rotary angles of two blocks of 32 tokens, 32 pairs of channels."""
+    return transforms(**{"steps": steps(32, 32), "base_cos": BASE, "base_sin": BASE, **changes})
+
+
+def steps(tokens: int, pairs: int) -> Any:
+    return _native.Steps(torch.zeros(tokens, pairs), torch.zeros(tokens, pairs), False)
 
 
 def layout(**changes: Any) -> Any:
     return _native.Layout(32, RECORD_BYTES, {**good_side(), **changes}, good_side())
 
 
-ANGLES, MASK = torch.zeros(1, 68, 32), torch.zeros(2, 1, 3, 88)
+BASE, MASK = torch.zeros(1, 2, 32), torch.zeros(2, 1, 3, 88)
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     # shapes
     "output of other rows": ({"output": torch.zeros(1, 6, 3, 64)}, "output does not fit"),
@@ -1048,16 +1143,19 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "table of fewer rows": ({"table": torch.tensor([[0, 1]])}, "table must have one row"),
     "table of one dimension": ({"table": torch.tensor([0, 1])}, "table has 1 dimensions instead of 2"),
-    "cos without sin": (transforms(cos=ANGLES), "cos without sin"),
-    "sin without cos": (transforms(sin=ANGLES), "cos without sin"),
-    "cos and sin of other shapes": (transforms(cos=ANGLES, sin=ANGLES[..., :8]), "cos and sin differ"),
-    "too many pairs": (transforms(cos=torch.zeros(1, 68, 33), sin=torch.zeros(1, 68, 33)), "cos does not fit"),
-    "too few angles": (transforms(cos=ANGLES[:, :67], sin=ANGLES[:, :67]), "cos has too few rows"),
-    "angles of other rows": (transforms(cos=ANGLES.expand(3, -1, -1), sin=ANGLES.expand(3, -1, -1)), "cos does not"),
-    "rotation and rope": (
-        {**transforms(cos=ANGLES, sin=ANGLES), "packed_query": torch.zeros(2, 6, 3, 64)},
-        "rotated keys cannot",
+    "cos without sin": (turned(base_sin=None), "base sin is missing"),
+    "sin without cos": (turned(base_cos=None), "base cos is missing"),
+    "cos and sin of other shapes": (turned(base_sin=BASE[..., :8]), "base cos and base sin differ|base cos and sin"),
+    "too many pairs": (turned(steps=steps(32, 33), base_cos=torch.zeros(1, 2, 33), base_sin=BASE), "steps do not fit"),
+    "steps of other blocks": (turned(steps=steps(16, 32)), "steps do not fit"),
+    "bases of other pairs": (turned(steps=steps(32, 16)), "base cos does not fit"),
+    "too few bases": (turned(base_cos=BASE[:, :1], base_sin=BASE[:, :1]), "base cos has too few rows"),
+    "bases of other rows": (
+        turned(base_cos=BASE.expand(3, -1, -1), base_sin=BASE.expand(3, -1, -1)),
+        "base cos does not fit",
     ),
+    "rotation and rope": ({**turned(), "packed_query": torch.zeros(2, 6, 3, 64)}, "rotated keys cannot"),
+    "steps that are a tensor": (turned(steps=BASE), "steps are not Steps"),
     "key mean of one head": (transforms(key_mean=torch.zeros(1, 64)), "key mean has the wrong shape"),
     "value mean of other channels": (transforms(value_mean=torch.zeros(2, 56)), "value mean has the wrong shape"),
     "rotation that is not square": (transforms(rotation=torch.zeros(64, 32)), "value rotation has the wrong shape"),
@@ -1072,7 +1170,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "empty sink logits": ({"sink_logits": torch.zeros(0)}, "sink_logits has the wrong shape"),
     "an empty mask": ({"mask": MASK[..., :0]}, "mask does not fit"),
     "an empty packed query": ({"packed_query": torch.zeros(0, 6, 3, 64)}, "packed_query does not fit"),
-    "empty angles": (transforms(cos=ANGLES[..., :0], sin=ANGLES[..., :0]), "cos does not fit"),
+    "empty bases": (turned(base_cos=BASE[..., :0], base_sin=BASE[..., :0]), "base cos does not fit"),
     "few sink logits": ({"sink_logits": torch.zeros(2)}, "sink_logits has the wrong shape"),
     "few statics": ({"statics": (None,)}, "statics are"),
     "static scale is missing": ({"layout": layout(**FIXED)}, "key scale is missing"),
@@ -1095,7 +1193,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "mask of float64": ({"mask": MASK.double()}, "mask is torch.float64"),
     "column_of of int32": ({"column_of": torch.zeros(2, 88, dtype=torch.int32)}, "column_of is torch.int32"),
     "sink logits of bfloat16": ({"sink_logits": torch.zeros(6).bfloat16()}, "sink_logits is torch.bfloat16"),
-    "angles of bfloat16": (transforms(cos=ANGLES.bfloat16(), sin=ANGLES.bfloat16()), "cos is torch.bfloat16"),
+    "angles of bfloat16": (turned(base_cos=BASE.bfloat16(), base_sin=BASE.bfloat16()), "base cos is torch.bfloat16"),
     "mean of bfloat16": (transforms(key_mean=torch.zeros(2, 64).bfloat16()), "key mean is torch.bfloat16"),
     "query on meta": ({"query": torch.zeros(2, 6, 3, 64, device="meta")}, "query is not on the CPU"),
     "a numpy array": ({"query": torch.zeros(2, 6, 3, 64).numpy()}, "query is float32"),
@@ -1144,8 +1242,8 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "counts that are missing": ({"counts": None}, "incompatible function arguments|counts cannot be"),
     "held in a tensor of floats": ({"held": (24.5, 24.5)}, "held cannot be"),
     "statics in a list": ({"statics": [None]}, "statics cannot be"),
-    "transforms in a list": ({"transforms": [None] * 6}, "transforms cannot be"),
-    "interleaved is a word": (transforms(cos=ANGLES, sin=ANGLES, interleaved="no"), "interleaved cannot be"),
+    "transforms in a list": ({"transforms": [None] * 7}, "transforms cannot be"),
+    "whole is a word": (turned(whole="no"), "whole cannot be"),
     "a layout of another kind": ({"layout": good_side()}, "incompatible function arguments"),
     "a first token in words": ({"first_token": "four"}, "incompatible function arguments"),
     "a number as a query": ({"query": 1.5}, "query is not a tensor"),
@@ -1158,7 +1256,8 @@ def test_the_good_call_is_good() -> None:
     call = arguments(output=torch.ones(2, 6, 3, 64))
     _native.attend(*call)
     assert not call[3].any()
-    _native.attend(*arguments(mask=MASK, column_of=torch.arange(88).repeat(2, 1), **transforms(cos=ANGLES, sin=ANGLES)))
+    _native.attend(*arguments(mask=MASK, column_of=torch.arange(88).repeat(2, 1), **turned()))
+    _native.attend(*arguments(packed_query=torch.zeros(2, 6, 3, 64), **turned(whole=False)))
     _native.attend(*arguments(window=2**63 - 1))
     _native.attend(*arguments(layout=layout(**FIXED), statics=(torch.zeros(2, 64), torch.zeros(2, 64), None, None)))
 
@@ -1168,6 +1267,27 @@ def test_bad_calls_are_refused(name: str) -> None:
     changes, message = BAD_CALLS[name]
     with pytest.raises(ValueError, match=message):
         _native.attend(*arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("cos", "sin", "message"),
+    [
+        (torch.zeros(0, 32), torch.zeros(0, 32), "no or too many"),
+        (torch.zeros(32, 0), torch.zeros(32, 0), "no or too many"),
+        (torch.zeros(8, 257), torch.zeros(8, 257), "no or too many"),
+        (torch.zeros(4104, 8), torch.zeros(4104, 8), "no or too many"),
+        (torch.zeros(32, 32), torch.zeros(32, 31), "step sin has the wrong shape"),
+        (torch.zeros(32, 32), None, "step sin is missing"),
+        (None, torch.zeros(32, 32), "step cos is missing"),
+        (torch.zeros(32, 64)[:, :32], torch.zeros(32, 32), "step cos is not contiguous"),
+        (torch.zeros(32, 32).half(), torch.zeros(32, 32), "step cos is torch.float16"),
+        (torch.zeros(32), torch.zeros(32), "step cos has 1 dimensions"),
+    ],
+    ids=str,
+)
+def test_steps_that_make_no_sense_are_refused(cos: Any, sin: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _native.Steps(cos, sin, False)
 
 
 @pytest.mark.parametrize("name", BAD_TYPES)

@@ -19,10 +19,8 @@ from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
 from kvbits.catalogue import CATALOGUE
 from kvbits.codecs import Affine
-from kvbits.numerics import outliers
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
-from kvbits.types import Format, Packed, Params, Part
 from test_attend import (
     FEATURES,
     PLAIN,
@@ -95,7 +93,10 @@ def _moved_transform(transform: Transform) -> Transform:
     mean = None if transform.mean is None else transform.mean.cuda()
     rotation = None if transform.rotation is None else transform.rotation.cuda()
     rope = transform.rope
-    return Transform(mean, rotation, None if rope is None else Rope(rope.cos.cuda(), rope.sin.cuda(), rope.interleaved))
+    if rope is not None:
+        angles = (x.cuda() for x in (rope.base_cos, rope.base_sin, rope.step_cos, rope.step_sin))
+        rope = Rope(*angles, rope.interleaved)
+    return Transform(mean, rotation, rope, transform.whole)
 
 
 def run(call: Call) -> torch.Tensor:
@@ -294,9 +295,12 @@ def test_means_and_rotations(what: str, side: str, masked: bool, queries: int) -
 
 
 def angles_for(view: KVView, pairs: int, rows: int = 1, interleaved: bool = False) -> Rope:
-    """Angles of every own token, with the scaling that some models put into them."""
-    angles = random(rows, view.rows.columns, pairs, seed=21) * 3
-    return Rope(1.25 * angles.cos(), 1.25 * angles.sin(), interleaved)
+    """Angles of every packed token, with the scaling that some models put into them."""
+    base, step = (
+        random(rows, view.blocks.longest, pairs, seed=21) * 3,
+        random(view.blocks.record.tokens, pairs, seed=22) * 3,
+    )
+    return Rope(1.25 * base.cos(), 1.25 * base.sin(), step.cos(), step.sin(), interleaved)
 
 
 @needs_triton
@@ -323,39 +327,14 @@ def test_keys_before_the_rotary_embedding(scheme: str, pairs: int, interleaved: 
         assert not torch.allclose(reference.run(call), reference.run(dataclasses.replace(call, view=view)), atol=1e-2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sparse(Affine):
-    """A codec that also stores what its dense part misses most, for the tests alone."""
-
-    count: int = 20
-
-    @property
-    def format(self) -> Format:
-        return dataclasses.replace(super().format, outliers=self.count)
-
-    def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
-        index = Part("outlier_index", "outliers", outliers.INDEX_DTYPE, (self.count,))
-        value = Part("outlier_value", "outliers", outliers.VALUE_DTYPE, (self.count,))
-        return (*super().layout(tokens, channels, dtype), index, value)
-
-    def encode(self, x: torch.Tensor, params: Params) -> Packed:
-        dense = Affine(self.bits, self.per, self.group)
-        packed = dense.encode(x.clamp(-1, 1), params)
-        index, value = outliers.pick(x.float() - dense.decode(packed, params), self.count)
-        return {**packed, "outlier_index": index, "outlier_value": value}
-
-    def decode_into(self, out: torch.Tensor, packed: Packed, params: Params) -> None:
-        super().decode_into(out, packed, params)
-        outliers.add_into(out, packed["outlier_index"], packed["outlier_value"])
-
-
 @needs_triton
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("roped", (False, True), ids=("", "before rope"))
 @pytest.mark.parametrize(("bits", "per", "group"), [(4, "token", 64), (2, "channel", 16)])
 def test_outliers(bits: int, per: str, group: int, roped: bool, dtype: torch.dtype) -> None:
     shape = Shape(1, 2, 32, 16)
-    scheme = Scheme(Sparse(bits, per, group), Sparse(bits, "token", 16, 17), residual=20, sinks=4, block=32)
+    pair = Affine(bits, per, group, outliers=0.025), Affine(bits, "token", 16, outliers=0.03)
+    scheme = Scheme(*pair, residual=20, sinks=4, block=32)
     cache = LayerCache(scheme)
     cache.append(random(1, 1, 90, 32, seed=1, dtype=dtype), random(1, 1, 90, 16, seed=2, dtype=dtype))
     view = cache.append(random(1, 1, 1, 32, seed=3, dtype=dtype), random(1, 1, 1, 16, seed=4, dtype=dtype))
@@ -476,6 +455,9 @@ def test_keys_that_were_rotated_before_the_rotary_embedding_go_to_the_reference(
     call = Call(query_for(view, PLAIN, 1), both, 0.2)
     there = dataclasses.replace(call, query=call.query.to(DEVICE), view=moved(both))
     assert triton_decode.why_not(there) == ["keys: rotated before the rotary embedding"]
+    of_mean = dataclasses.replace(there.view.key_transform, whole=False)
+    there = dataclasses.replace(there, view=dataclasses.replace(there.view, key_transform=of_mean))
+    assert triton_decode.why_not(there) == ["keys: the rotary embedding was taken off their mean alone"]
 
 
 def test_gradients_are_left_to_the_reference() -> None:

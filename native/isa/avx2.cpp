@@ -33,6 +33,9 @@ struct Avx2 : Lanes<8> {
         }
     }
 
+    static i32 dot(i32 acc, wide_i16 a, wide_i16 b) { return acc + (i32)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+    static wide_i16 scaled(wide_i16 a, wide_i16 b) { return (wide_i16)_mm256_mulhrs_epi16((__m256i)a, (__m256i)b); }
+
     static u32 lookup(u32 codes, const uint8_t* table) {
         const __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
         return (u32)_mm256_shuffle_epi8(entries, (__m256i)codes);

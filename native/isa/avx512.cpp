@@ -48,6 +48,9 @@ struct Avx512 : Lanes<16> {
         return (i32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)weights);
     }
 
+    static i32 dot(i32 acc, wide_i16 a, wide_i16 b) { return (i32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b); }
+    static wide_i16 scaled(wide_i16 a, wide_i16 b) { return (wide_i16)_mm512_mulhrs_epi16((__m512i)a, (__m512i)b); }
+
     static u32 lookup(u32 codes, const uint8_t* table) {
         const __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
         return (u32)_mm512_shuffle_epi8(entries, (__m512i)codes);

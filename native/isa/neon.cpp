@@ -36,6 +36,15 @@ struct Neon : Lanes<4> {
         return (i32)vaddq_s32(last, vshlq_n_s32(halves, 1));
     }
 
+    static i32 dot(i32 acc, wide_i16 a, wide_i16 b) {
+        const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+        const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+        return acc + (i32)vpaddq_s32(low, high);
+    }
+    static wide_i16 scaled(wide_i16 a, wide_i16 b) {
+        return (wide_i16)vqrdmulhq_s16((int16x8_t)a, (int16x8_t)b);
+    }
+
     static u32 lookup(u32 codes, const uint8_t* table) {
         return (u32)vreinterpretq_u32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_u32((uint32x4_t)codes)));
     }

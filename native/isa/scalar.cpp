@@ -24,6 +24,18 @@ struct Scalar : Lanes<4> {
         return acc;
     }
 
+    // acc + the sum of two products of 16-bit numbers in each lane.
+    static i32 dot(i32 acc, wide_i16 a, wide_i16 b) {
+        for (int i = 0; i < W; ++i) acc[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+        return acc;
+    }
+
+    // a * b / 2^15, rounded.
+    static wide_i16 scaled(wide_i16 a, wide_i16 b) {
+        for (int i = 0; i < 2 * W; ++i) a[i] = int16_t((a[i] * b[i] + (1 << 14)) >> 15);
+        return a;
+    }
+
     // table[code] for each byte of codes below 16.
     static u32 lookup(u32 codes, const uint8_t* table) {
         uint8_t byte[4 * W];

@@ -1,4 +1,5 @@
-// Random calls against attention in double precision, for every instruction set. Meant to run under sanitizers: each
+// Random calls against attention in double precision, for every instruction set, and random blocks through every
+// encoder, which must agree to the bit. Meant to run under sanitizers: each
 // array is allocated to the byte, so a read beyond it is found.
 //
 //   fuzz [seconds [seed]]
@@ -210,7 +211,8 @@ double once(bool& decoded_alike) {
         job.counts.push_back(b ? any(0, blocks) : blocks);
         job.held.push_back(b ? any(0, held) : held);
     }
-    std::vector<float> statics[4], mean[2], rotation, cos, sin, sinks;
+    std::vector<float> statics[4], mean[2], rotation, base[2], sinks;
+    std::unique_ptr<Steps> steps;
     const auto floats = [&](std::vector<float>& all, int64_t count, float scale) {
         all.resize(size_t(count));
         for (auto& x : all) x = normal() * scale;
@@ -224,25 +226,33 @@ double once(bool& decoded_alike) {
     if (chance(15)) job.key_mean = floats(mean[0], job.heads * k.channels, 1);
     if (chance(15)) job.value_mean = floats(mean[1], job.heads * v.channels, 1);
     if (chance(15)) job.value_rotation = floats(rotation, int64_t(v.channels) * v.channels, 0.1f);
-    if (chance(20)) {
-        job.pairs = any(1, k.channels / 2);
-        job.interleaved = chance(50);
-        const int64_t rows = job.first_token + int64_t(blocks) * tokens;
-        floats(cos, rows * job.pairs, 0);
-        floats(sin, rows * job.pairs, 0);
-        for (size_t i = 0; i < cos.size(); ++i) {
-            const float angle = normal() * 3;
-            cos[i] = std::cos(angle);
-            sin[i] = std::sin(angle);
+    if (chance(40)) {
+        const int pairs = chance(50) ? k.channels / 2 : any(1, k.channels / 2);
+        const int64_t rows = chance(50) ? job.batch : 1, each = blocks * pairs;
+        std::vector<float> step[2];
+        for (int which = 0; which < 2; ++which) {
+            floats(base[which], rows * each + 1, 0);  // never null
+            floats(step[which], int64_t(tokens) * pairs, 0);
         }
-        cos.push_back(0);  // never null
-        sin.push_back(0);
-        cos.shrink_to_fit();
-        sin.shrink_to_fit();
-        job.cos = cos.data();
-        job.sin = sin.data();
-        job.angle_row = job.pairs;
-    } else if (chance(15)) {
+        const auto angles = [](std::vector<float>* cos_sin) {
+            for (size_t i = 0; i < cos_sin[0].size(); ++i) {
+                const float angle = normal() * 3;
+                cos_sin[0][i] = std::cos(angle);
+                cos_sin[1][i] = std::sin(angle);
+            }
+            for (int which = 0; which < 2; ++which) cos_sin[which].shrink_to_fit();
+        };
+        angles(base);
+        angles(step);
+        steps = std::make_unique<Steps>(step[0].data(), step[1].data(), tokens, pairs, chance(50));
+        job.steps = steps.get();
+        job.base_cos = base[0].data();
+        job.base_sin = base[1].data();
+        job.base_batch = rows > 1 ? each : 0;
+        job.base_block = pairs;
+        job.turned = chance(60);
+    }
+    if (!job.turned && chance(30)) {
         packed_query.make(Type::f32, {job.batch, q_heads, job.queries, key_channels});
         job.packed_query = packed_query.array;
     }
@@ -273,7 +283,7 @@ double once(bool& decoded_alike) {
     for (int b = 0; b < job.batch; ++b)
         for (int h = 0; h < job.heads; ++h) {
             const int packed = job.counts[size_t(b)] * tokens, all = packed + job.held[size_t(b)];
-            std::vector<float> key(size_t(packed * k.channels)), value(size_t(packed * v.channels));
+            std::vector<float> key(size_t(packed * k.channels)), center(key.size()), value(size_t(packed * v.channels));
             for (int n = 0; n < job.counts[size_t(b)]; ++n) {
                 const uint8_t* record = job.pool + (table[size_t(b * blocks + n)] * job.heads + h) * offset;
                 for (int which = 0; which < 2; ++which) {
@@ -290,16 +300,23 @@ double once(bool& decoded_alike) {
                         std::copy(again.begin(), again.end(), rows);
                     }
                 }
+                // Means stay apart: only they see the query itself where packed keys are rotated.
                 for (int t = 0; t < tokens; ++t) {
-                    float* row = key.data() + (n * tokens + t) * k.channels;
-                    if (job.key_mean && !job.packed_query.data)
-                        for (int c = 0; c < k.channels; ++c) row[c] += job.key_mean[h * k.channels + c];
-                    for (int p = 0; p < job.pairs; ++p) {
-                        float &x = row[job.interleaved ? 2 * p : p], &y = row[job.interleaved ? 2 * p + 1 : p + job.pairs];
-                        const int64_t at = (job.first_token + n * tokens + t) * job.angle_row + p;
-                        const float a = x, c = y;
-                        x = a * job.cos[at] - c * job.sin[at];
-                        y = c * job.cos[at] + a * job.sin[at];
+                    float *row = key.data() + (n * tokens + t) * k.channels, *own = center.data() + (n * tokens + t) * k.channels;
+                    for (int c = 0; c < k.channels && job.key_mean; ++c) own[c] = job.key_mean[h * k.channels + c];
+                    for (int p = 0; p < job.pairs(); ++p) {
+                        const size_t at = size_t(t / 16 * job.pairs() + p);
+                        const int64_t from = job.base_batch * b + job.base_block * n + p;
+                        const float a = job.base_cos[from], c = job.base_sin[from], d = steps->cos[at].at[t % 16], e = steps->sin[at].at[t % 16];
+                        const float cos = a * d - c * e, sin = c * d + a * e;
+                        const auto turn = [&](float* all) {
+                            float &x = all[steps->interleaved ? 2 * p : p], &y = all[steps->interleaved ? 2 * p + 1 : p + job.pairs()];
+                            const float before = x;
+                            x = before * cos - y * sin;
+                            y = y * cos + before * sin;
+                        };
+                        turn(own);
+                        if (job.turned) turn(row);
                     }
                 }
             }
@@ -316,9 +333,8 @@ double once(bool& decoded_alike) {
                             const double x = is_packed ? key[size_t(t * k.channels + c)] : get(job.keys.at(b, h, slot) + c * size_of(type), type);
                             dot += x * get(from.at(b, q_head, q) + c * size_of(from.type), from.type);
                         }
-                        if (is_packed && job.key_mean && job.packed_query.data)
-                            for (int c = 0; c < k.channels; ++c)
-                                dot += double(job.key_mean[h * k.channels + c]) * get(job.query.at(b, q_head, q) + c * size_of(job.query.type), job.query.type);
+                        for (int c = 0; c < k.channels && is_packed; ++c)
+                            dot += double(center[size_t(t * k.channels + c)]) * get(job.query.at(b, q_head, q) + c * size_of(job.query.type), job.query.type);
                         dot *= job.scaling;
                         if (job.softcap > 0) dot = job.softcap * std::tanh(dot / job.softcap);
                         const int64_t column = is_packed ? job.first_token + t : slot < job.sinks ? slot : slot + packed + job.dropped;
@@ -379,6 +395,85 @@ double once(bool& decoded_alike) {
     return worst;
 }
 
+// What an encoder is told, at random.
+Encoder any_encoder(Type type) {
+    Encoder told;
+    told.choice = one_of({Choice::range, Choice::range, Choice::range, Choice::half_quadratic, Choice::magnitude, Choice::fixed, Choice::fixed, Choice::norm});
+    const bool range = told.choice == Choice::range, fixed = told.choice == Choice::fixed, grouped = range || told.choice == Choice::half_quadratic;
+    told.levels = told.choice == Choice::magnitude ? Levels::e4m3 : told.choice == Choice::norm ? Levels::table
+                : range ? one_of({Levels::uniform, Levels::table}) : fixed ? one_of({Levels::uniform, Levels::table, Levels::e4m3}) : Levels::uniform;
+    told.bits = told.levels == Levels::e4m3 ? 8 : told.levels == Levels::table ? any(2, 4) : one_of({2, 3, 4, 8});
+    told.tokens = 8 * any(1, 20);
+    told.channels = any(1, 160);
+    told.per = grouped ? one_of({Per::token, Per::channel}) : fixed && told.levels != Levels::e4m3 ? Per::channel : Per::token;
+    const int64_t along = told.per == Per::token ? told.channels : told.tokens;
+    told.length = told.per == Per::channel ? (grouped && chance(60) ? 8 : along) : grouped ? any(1, int(along)) : along;
+    told.groups = (along + told.length - 1) / told.length;
+    told.bottom = told.levels == Levels::table ? -1.0f : 0.0f;
+    told.span = told.levels == Levels::table ? 2.0f : told.levels == Levels::e4m3 ? 448.0f : float((1 << told.bits) - 1);
+    told.scale = 0.01f;
+    told.limit = type == Type::f16 ? 65504.0f : 0x1p120f;
+    for (float& edge : told.edges) edge = INFINITY;
+    if (told.levels == Levels::table) {
+        const int count = 1 << told.bits;
+        for (int i = 0; i < count; ++i) told.table[i] = normal();
+        std::sort(told.table, told.table + count);
+        for (int i = 0; i + 1 < count; ++i) told.edges[i] = (told.table[i] + told.table[i + 1]) / 2;
+    }
+    if ((range || told.per == Per::channel) && told.choice != Choice::half_quadratic && chance(50))
+        told.outliers = any(1, int(told.tokens * told.channels));
+    return told;
+}
+
+// One random block through every encoder and rotation; whether all write the same bits.
+bool encoded_alike() {
+    const Type type = one_of({Type::f32, Type::bf16, Type::f16});
+    const Encoder told = any_encoder(type);
+    Tensor x;
+    x.make(type, {told.tokens, told.channels + (chance(30) ? 3 : 0)});
+    std::vector<float> scale(size_t(told.channels)), zero(size_t(told.channels)), signs(size_t(told.channels));
+    for (float& s : scale) s = chance(5) ? 0 : std::fabs(normal());
+    for (float& z : zero) z = normal() * 5;
+    for (float& s : signs) s = chance(50) ? 1.0f : -1.0f;
+    const bool scales = told.choice != Choice::fixed, zeros = told.choice == Choice::range || told.choice == Choice::half_quadratic;
+    const int64_t count = told.groups * (told.per == Per::token ? told.tokens : told.channels);
+    std::vector<uint8_t> first;
+    for (const Kernels* kernels : all_kernels()) {
+        std::vector<uint8_t> codes(size_t(told.tokens * told.channels * told.bits / 8));
+        std::vector<uint16_t> parts[4];
+        const int64_t sizes[4] = {scales ? count : 0, zeros ? count : 0, told.outliers, told.outliers};
+        for (int i = 0; i < 4; ++i) parts[i].resize(size_t(sizes[i]));
+        Encoded out;
+        out.codes = codes.data();
+        out.scale = scales ? parts[0].data() : nullptr;
+        out.zero = zeros ? parts[1].data() : nullptr;
+        out.outlier_index = parts[2].data();
+        out.outlier_value = parts[3].data();
+        std::vector<uint8_t> scratch(size_t(kernels->encode_scratch_bytes(told, type)));
+        if (!kernels->encode(told, type, x.array.data, x.array.stride[0], {scale.data(), zero.data()}, out, scratch.data()).sound) return false;
+        std::vector<float> rotated(size_t(told.tokens * told.channels));
+        scratch.assign(size_t(kernels->hadamard_scratch_bytes(told.channels)), 0);
+        scratch.shrink_to_fit();
+        kernels->hadamard(type, x.array.data, x.array.stride[0], told.tokens, told.channels, signs.data(), rotated.data(), scratch.data());
+        std::vector<uint8_t> all;
+        const auto add = [&](const void* from, size_t bytes) {
+            all.insert(all.end(), static_cast<const uint8_t*>(from), static_cast<const uint8_t*>(from) + bytes);
+        };
+        add(rotated.data(), 4 * rotated.size());
+        if (told.choice != Choice::half_quadratic) {  // its powers differ in their last bits
+            add(codes.data(), codes.size());
+            for (const auto& part : parts) add(part.data(), 2 * part.size());
+        }
+        if (first.empty()) first = all;
+        if (first != all) {
+            std::printf("%s: choice %d, levels %d, per %d, %d bits, [%d, %d], groups of %d, %d outliers\n", kernels->name, int(told.choice),
+                        int(told.levels), int(told.per), told.bits, int(told.tokens), int(told.channels), int(told.length), told.outliers);
+            return false;
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -392,8 +487,11 @@ int main(int count, char** arguments) {
         bool decoded_alike = true;
         const double error = once(decoded_alike);
         worst = error > worst ? error : worst;
-        if (error > 1e-3 || !decoded_alike) {
-            std::printf("seed %llu: error %.2e%s\n", static_cast<unsigned long long>(seed), error, decoded_alike ? "" : ", decoded differently");
+        bool alike = true;
+        for (int i = 0; i < 5; ++i) alike = encoded_alike() && alike;
+        if (error > 1e-3 || !decoded_alike || !alike) {
+            std::printf("seed %llu: error %.2e%s%s\n", static_cast<unsigned long long>(seed), error, decoded_alike ? "" : ", decoded differently",
+                        alike ? "" : ", encoded differently");
             return 1;
         }
     }

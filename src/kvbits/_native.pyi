@@ -10,6 +10,11 @@ class Layout:
 
     def __init__(self, tokens: int, bytes: int, key: dict[str, Any], value: dict[str, Any]) -> None: ...
 
+class Steps:
+    """Rotary angles of the tokens of a block, beyond those of its first: float32 ``[tokens, pairs]``, contiguous."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None: ...
+
 def names() -> list[str]: ...
 def pool() -> str: ...
 def set_dtypes(dtypes: list[torch.dtype | None]) -> None: ...
@@ -68,9 +73,15 @@ def encode(
     codes: torch.Tensor,
     scale: torch.Tensor | None,
     zero: torch.Tensor | None,
+    outlier_index: torch.Tensor | None,
+    outlier_value: torch.Tensor | None,
     edges: Sequence[float],
-    static_scale: float,
+    table: Sequence[float],
+    fixed: float,
+    static_scale: torch.Tensor | None,
+    static_zero: torch.Tensor | None,
     limit: float,
     /,
 ) -> tuple[int, float]: ...
+def hadamard(isa: int, threads: int, x: torch.Tensor, signs: torch.Tensor, output: torch.Tensor, /) -> None: ...
 def count_unsound(threads: int, x: torch.Tensor, limit: float, /) -> int: ...

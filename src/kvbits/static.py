@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbits.attend.triton_decode import why_not_format
+from kvbits.attend.triton_decode import outliers_in, why_not_format
 from kvbits.cache import LayerCache
 from kvbits.codecs import Codec
 from kvbits.encode import Unsound, encode
@@ -45,12 +45,21 @@ def why_not(cache: LayerCache) -> list[str]:
     if cache.keys.dtype != cache.values.dtype:
         reasons.append(f"{cache.keys.dtype} keys and {cache.values.dtype} values")
     view = cache.view()
-    for side, x, codec, params, fitted, transform in (
-        ("keys", cache.keys, cache.scheme.key, cache.key_params, cache.fitted[0], view.key_transform),
-        ("values", cache.values, cache.scheme.value, cache.value_params, cache.fitted[1], view.value_transform),
+    key_slots, value_slots = view.blocks.record.keys, view.blocks.record.values
+    for side, x, slots, codec, params, fitted, transform in (
+        ("keys", cache.keys, key_slots, cache.scheme.key, cache.key_params, cache.fitted[0], view.key_transform),
+        (
+            "values",
+            cache.values,
+            value_slots,
+            cache.scheme.value,
+            cache.value_params,
+            cache.fitted[1],
+            view.value_transform,
+        ),
     ):
         if cache.scheme.packs:
-            reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3])]
+            reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3], outliers_in(slots))]
         # What a codec learns is part of the captured step, so it must be known before.
         if not fitted and codec.learns:
             reasons.append(f"{side}: {codec} has seen no block to take its static scale from")

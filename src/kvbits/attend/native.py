@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from kvbits.attend.transform import Rope
 from kvbits.codecs import Codec
 from kvbits.library import DTYPES, LEVELS, PER, library
 from kvbits.numerics import groups
@@ -36,8 +37,9 @@ def why_not(call: Call) -> list[str]:
     reasons = why_not_view(call.view)
     if call.query.dtype not in _FLOATS:
         reasons.append(f"{call.query.dtype} is computed in full only by the reference")
-    if call.view.key_transform.rope is not None:
-        reasons.append("keys are stored before the rotary embedding")
+    key = call.view.key_transform
+    if key.rope is not None and key.whole and key.rotation is not None:
+        reasons.append("keys are rotated and stored before the rotary embedding")
     if call.view.value_transform.rope is not None:
         reasons.append("values have a rotary embedding")
     return reasons
@@ -210,7 +212,22 @@ def _transforms(view: KVView, query: torch.Tensor) -> tuple[torch.Tensor | None,
         None if x is None else x.float().contiguous() for x in (key.mean, key.rotation, value.mean, value.rotation)
     )
     rotated = None if rotation is None else query.float() @ rotation
-    return rotated, (key_mean, value_mean, value_rotation, None, None, False)
+    if key.rope is None:
+        return rotated, (key_mean, value_mean, value_rotation, None, None, None, False)
+    bases = _lines(key.rope.base_cos.float()), _lines(key.rope.base_sin.float())
+    return rotated, (key_mean, value_mean, value_rotation, _steps(view, key.rope), *bases, key.whole)
+
+
+def _steps(view: KVView, rope: Rope) -> Any:
+    """The angles within a block, as the module lays them out: made once for a layer, like its layout."""
+    memo, name = view.blocks.record.memo, "native steps"
+    held = memo.get(name)
+    if held is None or held[0] is not rope.step_cos or held[1] is not rope.step_sin or held[2] != rope.interleaved:
+        module = library()[0]
+        assert module is not None
+        steps = module.Steps(rope.step_cos.float().contiguous(), rope.step_sin.float().contiguous(), rope.interleaved)
+        memo[name] = held = (rope.step_cos, rope.step_sin, rope.interleaved, steps)
+    return held[3]
 
 
 def decode(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:

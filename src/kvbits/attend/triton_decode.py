@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.functional import pad
 
 from kvbits.attend.call import Call
 from kvbits.attend.transform import Transform
@@ -62,24 +63,33 @@ def why_not(call: Call) -> list[str]:
         reasons.append(f"{query.dtype} queries over {view.keys.dtype} keys and {view.values.dtype} values")
     if torch.is_grad_enabled() and query.requires_grad:
         reasons.append("gradients of the query")
-    channels = {"keys": view.keys.shape[3], "values": view.values.shape[3]}
-    for side, codec in (("keys", view.scheme.key), ("values", view.scheme.value)):
-        reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, channels[side])]
     if view.late:
         reasons.append("late sinks")
-    for side, transform in (("keys", view.key_transform), ("values", view.value_transform)):
-        if transform.rope is not None and transform.rotation is not None:
+    record = view.blocks.record
+    for side, codec, x, slots, transform in (
+        ("keys", view.scheme.key, view.keys, record.keys, view.key_transform),
+        ("values", view.scheme.value, view.values, record.values, view.value_transform),
+    ):
+        reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3], outliers_in(slots))]
+        if transform.rope is not None and not transform.whole:
+            reasons.append(f"{side}: the rotary embedding was taken off their mean alone")
+        elif transform.rope is not None and transform.rotation is not None:
             reasons.append(f"{side}: rotated before the rotary embedding")
     return reasons
 
 
-def why_not_format(form: Format, channels: int) -> list[str]:
-    """Reasons against keys or values of one format and head_dim."""
+def outliers_in(slots: tuple[Slot, ...]) -> int:
+    """Entries of the sparse part of a block."""
+    return next((slot.part.shape[0] for slot in slots if slot.part.name == "outlier_index"), 0)
+
+
+def why_not_format(form: Format, channels: int, outliers: int) -> list[str]:
+    """Reasons against keys or values of one format and head_dim, with so many outliers in a block."""
     reasons = []
     if form.levels not in _LEVELS:
         reasons.append("packed blocks of exact elements")
-    if form.outliers > MOST_OUTLIERS:
-        reasons.append(f"{form.outliers} outliers in a block (up to {MOST_OUTLIERS} run)")
+    if outliers > MOST_OUTLIERS:
+        reasons.append(f"{outliers} outliers in a block (up to {MOST_OUTLIERS} run)")
     if form.per == "layer" and form.zero:
         reasons.append("one zero per layer")
     if channels % 2 or channels > MOST_CHANNELS:
@@ -130,10 +140,11 @@ class Side:
             columns = blocks * max(1, rows // group)
         else:
             per = _LAYER if form.per == "layer" else _STATIC
+        outliers = outliers_in(slots)
         return Side(
             form.bits, _LEVELS[form.levels], per, group, count, columns, form.zero,
             at["codes"], at.get("scale", 0), at.get("zero", 0),
-            form.outliers, max(16, _power_of_two(form.outliers)) if form.outliers else 0,
+            outliers, max(16, _power_of_two(outliers)) if outliers else 0,
             at.get("outlier_index", 0), at.get("outlier_value", 0),
         )  # fmt: skip
 
@@ -278,8 +289,9 @@ def _split(
     rope, mean = view.key_transform.rope, view.key_transform.mean
     key_params, key_table = _params(scheme.key, view.key_params, query.device, PARTS[query.dtype], unused)
     value_params, value_table = _params(scheme.value, view.value_params, query.device, PARTS[query.dtype], unused)
-    if rope is not None:
-        rope = replace(rope, cos=rope.cos.contiguous(), sin=rope.sin.contiguous())
+    cos, sin = unused, unused
+    if rope is not None:  # for every own token, as the kernel counts them
+        cos, sin = (pad(x, (0, 0, view.sinks + view.dropped, 0)) for x in rope.angles(0, blocks.longest))
     plain = call.mask is None and call.window is None and column_of is None and view.offset == 0
     attend_split[(total, batch * heads, row_tiles)](
         turned, query, unused if bias is None else bias, view.keys, view.values, pool.view(torch.int16),
@@ -287,14 +299,14 @@ def _split(
         unused if counts is None else counts,
         unused if held is None else held, unused if column_of is None else column_of,
         unused if mask is None else mask, *key_params, key_table, *value_params, value_table,
-        unused if rope is None else rope.cos, unused if rope is None else rope.sin, unused if mean is None else mean,
+        cos, sin, unused if mean is None else mean,
         partial, tops, weights,
         blocks.counts[0], view.held[0], splits, per_split, exact_per_split, view.rows.columns - queries, view.offset,
         call.window or 0, view.sinks + view.dropped, queries,
         batch, heads, view.sinks, call.scaling, call.softcap or 1.0,
         *turned.stride()[:3], *query.stride()[:3], *view.keys.stride()[:3], *view.values.stride()[:3],
         blocks.table.stride(0), 0 if column_of is None else column_of.stride(0),
-        0 if rope is None or rope.cos.shape[0] == 1 else rope.cos.stride(0),
+        0 if rope is None or cos.shape[0] == 1 else cos.stride(0),
         *((0, 0, 0, 0) if mask is None else mask.stride()),
         GROUP_ROWS=group_rows, SINGLE=queries == 1, NR=shape.query_rows,
         K_CHANNELS=key_channels, K_PADDED=max(32, _power_of_two(key_channels)),
@@ -304,7 +316,7 @@ def _split(
         PARTS=PARTS[query.dtype], IN_ORDER=blocks.in_order, RAGGED=ragged, PADDED=column_of is not None,
         MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2, WINDOW=call.window is not None, PLAIN=plain,
         SOFTCAP=call.softcap is not None, BIAS=bias is not None,
-        ROPE=0 if rope is None else 2 if rope.interleaved else 1, HALF=0 if rope is None else rope.cos.shape[-1],
+        ROPE=0 if rope is None else 2 if rope.interleaved else 1, HALF=0 if rope is None else cos.shape[-1],
         MEAN=rope is not None and mean is not None,
         EXACT_TILE=32,
         num_warps=tuning.warps, num_stages=tuning.stages,

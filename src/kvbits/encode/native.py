@@ -1,24 +1,40 @@
-"""The native encoders: scales, zeros, codes and their packing in one pass over the blocks, in C++ on the CPU.
+"""The native encoders: scales, zeros, codes, outliers and their packing, block by block in C++ on the CPU.
 
-The bits are those of ``codec.encode``: ``native/encode.hpp`` does the same float32 operations in the same order. HQQ is
-the exception. Its powers and sums are rounded otherwise, so that of two zeros that are equally good, to five digits of
-their error, it may take the other one (about 2 in 10,000 zeros, and 2 in a million codes).
+The bits are those of ``codec.encode``: ``native/encode.hpp`` does the same float32 operations in the same order. There
+are two exceptions. HQQ's powers and sums are rounded otherwise, so that of two zeros that are equally good, to five
+digits of their error, it may take the other one (about 2 in 10,000 zeros, and 2 in a million codes). And of elements
+that are equally far out, another one may become an outlier.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from kvbits.codecs import Affine, Codec, Exact, Fp8, Fp8Static, Grouped, HalfQuadratic, NormalFloat
+from kvbits.codecs import (
+    Affine,
+    Codec,
+    Exact,
+    Fp8,
+    Fp8Static,
+    Grouped,
+    HalfQuadratic,
+    LloydMax,
+    NonUniform,
+    NormalFloat,
+    Rotated,
+)
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.library import DTYPES, LEVELS, PER, library
-from kvbits.numerics import codebook, groups
+from kvbits.numerics import groups
 from kvbits.types import Packed, Params
 
-_CHOICES: dict[type[Codec], int] = {Affine: 0, NormalFloat: 0, HalfQuadratic: 1, Fp8: 2, Fp8Static: 3}
-"""How a codec chooses its scales: the places of ``Choice`` in ``native/encoder.hpp``."""
+_RANGE, _HALF_QUADRATIC, _MAGNITUDE, _FIXED, _NORM = range(5)
+"""How scales are chosen: the places of ``Choice`` in ``native/encoder.hpp``."""
+
+_CHOICES: dict[type[Codec], int] = {
+    Affine: _RANGE, Rotated: _RANGE, NormalFloat: _RANGE, NonUniform: _RANGE, HalfQuadratic: _HALF_QUADRATIC,
+    Fp8: _MAGNITUDE, Fp8Static: _FIXED, LloydMax: _NORM,
+}  # fmt: skip
 
 
 def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
@@ -26,10 +42,7 @@ def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
     module, _, reason = library()
     if module is None:
         return [reason]
-    grouped = isinstance(codec, Grouped)
     reasons = {
-        f"{codec} has static scales": grouped and codec.static,
-        f"{codec} has outliers": grouped and codec.outliers > 0,
         f"{codec} has no native encoder": type(codec) not in _CHOICES and type(codec) is not Exact,
         f"tensors are on {x.device.type}": x.device.type != "cpu",
         f"{x.dtype} is encoded in full only by the reference": x.dtype not in DTYPES[1:4],
@@ -58,25 +71,30 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
             raise Unsound(bad, limit_of(x.dtype))
         return codec.encode(x, params)
     form = codec.format
-    length = form.group
+    static = isinstance(codec, Grouped) and codec.static
+    length = tokens if static else form.group
     if form.per != "channel":
         length = groups.group_length(channels, form.group) if form.group else channels
     packed = {part.name: torch.empty(*x.shape[:-2], *part.shape, dtype=part.dtype) for part in parts}
-    scale = float(params["scale"]) if form.per == "layer" else 1.0
+    edges, table = _levels(codec, params)
     bad, _ = module.encode(
-        isa, threads, x, _CHOICES[type(codec)], LEVELS.index(form.levels),
+        isa, threads, x, _FIXED if static else _CHOICES[type(codec)], LEVELS.index(form.levels),
         PER.index("token" if form.per == "layer" else form.per), form.bits, length,
         packed["codes"], packed.get("scale"), packed.get("zero"),
-        _edges(form.bits) if form.levels == "table" else [], scale, limit,
+        packed.get("outlier_index"), packed.get("outlier_value"),
+        edges, table, float(params["scale"]) if form.per == "layer" else 1.0,
+        params["scale"].float().contiguous() if static else None,
+        params["zero"].float().contiguous() if static else None, limit,
     )  # fmt: skip
     if bad:
         raise Unsound(bad, limit_of(x.dtype))
     return packed
 
 
-@functools.cache
-def _edges(bits: int) -> list[float]:
-    """What lies between neighbouring levels, as ``codebook.nearest`` computes it."""
-    table = torch.tensor(codebook.normal_float(bits), dtype=torch.float32)
-    edges: list[float] = ((table[1:] + table[:-1]) / 2).tolist()
-    return edges
+def _levels(codec: Codec, params: Params) -> tuple[list[float], list[float]]:
+    """What lies between neighbouring levels, as ``codebook.nearest`` computes it, and what their codes decode to."""
+    decoded = codec.table(params)
+    if decoded is None:
+        return [], []
+    met = params["table"] if isinstance(codec, NonUniform) else decoded  # Q-Norm decodes with others
+    return ((met[1:] + met[:-1]) / 2).tolist(), decoded.tolist()

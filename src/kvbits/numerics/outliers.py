@@ -43,7 +43,8 @@ def find(grouped: torch.Tensor, dim: int, count: int, weights: torch.Tensor | No
         weights: 0 for padding of short groups; see :func:`kvbits.numerics.groups.weights`.
 
     Returns:
-        bool, as ``grouped``. Where some are equally far, which of them is not defined.
+        bool, as ``grouped``; also True for padding, which repeats an element. Where some are equally far, which of
+        them is not defined.
     """
     x = grouped.double()
     real = torch.ones_like(x) if weights is None else weights.double().expand_as(x)
@@ -53,7 +54,8 @@ def find(grouped: torch.Tensor, dim: int, count: int, weights: torch.Tensor | No
     far = (x - mean).abs() / spread.clamp(min=1e-300)
     flat = far.float().masked_fill(real == 0, -1).flatten(-3)
     chosen = torch.zeros_like(flat, dtype=torch.bool)
-    return chosen.scatter_(-1, flat.topk(count, dim=-1).indices, True).view(grouped.shape)
+    chosen = chosen.scatter_(-1, flat.topk(count, dim=-1).indices, True).view(grouped.shape)
+    return chosen.masked_fill_(real == 0, True)
 
 
 def at(chosen: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,26 @@
+"""Rotating blocks before they are encoded, natively where that runs: see :mod:`kvbits.numerics.hadamard`."""
+
+from __future__ import annotations
+
+import torch
+
+from kvbits.library import DTYPES, library
+from kvbits.numerics import hadamard
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """``x [..., T, D]`` with random signs and transformed, float32: ``x @ hadamard.rotation(D)``."""
+    module, isa, _ = library()
+    signs = hadamard.signs(x.shape[-1]).to(x.device)
+    if module is None or x.device.type != "cpu" or x.dtype not in DTYPES[1:4] or x.ndim < 2 or x.numel() == 0:
+        return hadamard.transform(x.float() * signs)
+    return rotate_on(isa, x, signs)
+
+
+def rotate_on(isa: int, x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """With the instruction set of this place in ``_native.names()``."""
+    module = library()[0]
+    assert module is not None
+    out = torch.empty(x.shape, dtype=torch.float32)
+    module.hadamard(isa, torch.get_num_threads(), x if x.stride(-1) == 1 else x.contiguous(), signs, out)
+    return out
