@@ -178,8 +178,11 @@ class Grouped(Codec):
         """Range ``[H, D]`` of each channel over ``samples [N, H, T, D]``, without the outliers, half on either side."""
         x = samples.float().transpose(0, 1).flatten(1, 2)  # [H, N * T, D]
         drop = math.floor(x.shape[1] * self.outliers / 2)
-        ordered = x.sort(dim=1).values
-        return ordered[:, drop], ordered[:, x.shape[1] - 1 - drop]
+        if not drop:
+            return x.amin(1), x.amax(1)
+        x = x.transpose(1, 2).contiguous()
+        low, high = (x.topk(drop + 1, dim=-1, largest=largest, sorted=False).values for largest in (False, True))
+        return low.amax(-1), high.amin(-1)
 
     def to_codes(self, grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, params: Params) -> torch.Tensor:
         """The code (uint8) of the level nearest to each element."""

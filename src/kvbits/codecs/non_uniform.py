@@ -86,9 +86,10 @@ class NonUniform(Grouped):
             inside = torch.ones_like(levels, dtype=torch.bool) if chosen is None else ~chosen
             if real is not None:
                 inside &= real > 0
-        # In float64, and relative to the largest: squares of 1e30 overflow, and those of 1e-30 vanish.
-        stretch = (scale.double() / affine.safe_divisor(scale.abs().amax())).expand_as(levels)
-        table = kmeans.fit(levels[inside], (error * stretch.square())[inside], 2**self.bits)
+        # Relative to the largest: squares of 1e30 overflow, and those of 1e-30 vanish. Weight 0 rather than a selection
+        # gives the same sums at a third of the time.
+        stretch = scale.float() / affine.safe_divisor(scale.abs().amax())
+        table = kmeans.fit(levels, (error * stretch.square()).mul_(inside), 2**self.bits)
         params["table"] = table
         if self.qnorm:
             before, after = levels[inside], table[codebook.nearest(levels[inside], table).long()]
