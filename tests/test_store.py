@@ -87,7 +87,7 @@ def test_parts_of_a_record_are_aligned_and_do_not_overlap(case: CodecCase) -> No
         end = slot.offset + slot.part.nbytes
     assert record.nbytes % ALIGNMENT_BYTES == 0 and end <= record.nbytes < end + ALIGNMENT_BYTES
     roles = [slot.part.nbytes for slot in record.keys + record.values]
-    assert sum(record.role_bytes(role) for role in ("codes", "scales", "zeros")) == sum(roles)
+    assert sum(record.role_bytes(role) for role in ("codes", "scales", "zeros", "outliers")) == sum(roles)
     for side, one, channels in ((record.keys, codec, 80), (record.values, parse_codec("nf3-gs32"), 20)):
         assert tuple(slot.part for slot in side) == one.layout(128, channels, torch.bfloat16)
 

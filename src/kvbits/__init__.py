@@ -1,7 +1,7 @@
 """kvbits: the KV cache of language models in 2 to 8 bits, and attention straight from the stored bits.
 
-Names are loaded at first use. ``cache_for``, ``enable``, ``disable``, ``load_model`` and ``explain`` need Transformers;
-everything else works without it.
+Names are loaded at first use. ``cache_for``, ``enable``, ``disable``, ``load_model``, ``explain`` and ``calibrate``
+need Transformers; everything else works without it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbits.cache import LayerCache
+    from kvbits.calibration import calibrate
     from kvbits.catalogue import CATALOGUE, RECOMMENDED
+    from kvbits.files import Calibration, load_calibration
     from kvbits.hf.attach import cache_for, disable, enable
     from kvbits.hf.cache import KVCache
     from kvbits.hf.explain import explain
@@ -23,26 +25,32 @@ __version__ = "0.1.0"
 __all__ = [
     "CATALOGUE",
     "RECOMMENDED",
+    "Calibration",
     "KVCache",
     "LayerCache",
     "Scheme",
     "cache_for",
+    "calibrate",
     "disable",
     "enable",
     "explain",
+    "load_calibration",
     "load_model",
 ]
 
 _LAZY = {
     "CATALOGUE": "kvbits.catalogue",
     "RECOMMENDED": "kvbits.catalogue",
+    "Calibration": "kvbits.files",
     "KVCache": "kvbits.hf.cache",
     "LayerCache": "kvbits.cache",
     "Scheme": "kvbits.scheme",
     "cache_for": "kvbits.hf.attach",
+    "calibrate": "kvbits.calibration",
     "disable": "kvbits.hf.attach",
     "enable": "kvbits.hf.attach",
     "explain": "kvbits.hf.explain",
+    "load_calibration": "kvbits.files",
     "load_model": "kvbits.hf.loading",
 }
 

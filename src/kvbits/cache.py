@@ -1,8 +1,10 @@
 """Floor 4: ``LayerCache``, the cache of one layer: sinks, packed blocks, and the exact recent tokens.
 
-Append only. New tokens join the exact buffer ``[sinks | recent]``; once ``residual + block`` tokens are recent, the
-oldest ``block`` of them are encoded, once and for all. A decode step therefore copies its own token, plus a bounded
-share of one block. Only ``crop`` into a packed block decodes it, and puts its tokens back among the recent ones.
+Append only. New tokens join the exact buffer ``[sinks | late | recent]``; once ``residual + block`` tokens are recent,
+the oldest ``block`` of them are encoded, once and for all. Late sinks (:mod:`kvbits.late`) that are found among those
+stay exact instead, and recent tokens have the room that no late sink has taken yet. A decode step therefore copies its
+own token, plus a bounded share of one block. Only ``crop`` into a packed block decodes it, and puts its tokens back
+among the recent ones.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 
 from kvbits.attend import KVView, Transform
 from kvbits.encode import Unsound, encode
+from kvbits.late import Late, choose, not_late
 from kvbits.numerics import hadamard
 from kvbits.numerics.cast import narrow
 from kvbits.numerics.modes import without_autocast
@@ -61,6 +64,25 @@ class Before(NamedTuple):
     params: tuple[Params, Params]
     fitted: tuple[bool, bool]
     lost: tuple[int, ...]
+    late: Late
+
+
+class _Cut(NamedTuple):
+    """What a crop leaves of one row.
+
+    Attributes:
+        blocks: whole ones that stay packed.
+        border: tokens of the next block that are exact from now on.
+        held: exact tokens.
+        late: late sinks.
+        back: late sinks that become recent tokens, since no packed token is left behind them.
+    """
+
+    blocks: int
+    border: int
+    held: int
+    late: tuple[int, ...]
+    back: tuple[int, ...] = ()
 
 
 class LayerCache:
@@ -69,7 +91,7 @@ class LayerCache:
     Args:
         scheme: how to store them; see :meth:`Scheme.for_layer`.
         window: tokens that the layer can see back to, its own included, for sliding windows; older blocks are
-            dropped and there are no sinks.
+            dropped and there are no sinks, neither first nor late ones.
         name: for error messages, such as ``layer 3``.
         rotary: how the keys are rotated, for schemes that take the rotary embedding off; None where they are not.
         learned: params of keys and values from calibration, a key mean among them where the scheme is centred. What
@@ -90,7 +112,7 @@ class LayerCache:
             scheme = replace(scheme, residual=window)  # what is packed, here as it is, can be left behind
         self.scheme, self.window, self.name, self.learned = scheme, window, name, learned
         self.rotary = rotary if scheme.pre_rope or scheme.centred else None
-        self.sinks = scheme.sinks if window is None else 0
+        self.sinks, self.late_sinks = (scheme.sinks, scheme.late_sinks) if window is None else (0, 0)
         self.reset()
 
     def reset(self) -> None:
@@ -99,6 +121,8 @@ class LayerCache:
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.held: list[int] = []
+        self.even = True  # all rows hold the same, unless they are padded
+        self.late: Late = ()
         self.store: BlockStore | None = None
         self.key_params, self.value_params = self.learned
         self.fitted = (False, False)
@@ -164,7 +188,7 @@ class LayerCache:
             False, and nothing has changed, where only :meth:`append` will do.
         """
         kept, other = self.keys, self.values
-        if kept is None or other is None or rows.valid is not None or self.window is not None:
+        if kept is None or other is None or rows.valid is not None or self.window is not None or not self.even:
             return False
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or kept.is_inference():
             return False
@@ -189,17 +213,17 @@ class LayerCache:
         """Blocks to pack when a row holds ``tokens`` exact ones."""
         if self.scheme.residual is None:
             return 0
-        return max(0, (tokens - self.sinks - self.scheme.residual) // self.scheme.block)
+        return max(0, (tokens - self.sinks - self.late_sinks - self.scheme.residual) // self.scheme.block)
 
     def _append_and_pack(
         self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, total: list[int], offset: int
     ) -> KVView:
         """The path where blocks fill: encode first, then take the new state, so that an error changes nothing."""
         assert self.keys is not None and self.values is not None and self.store is not None
-        longest = max(total)
+        longest, even = max(total), rows.valid is None and self.even
         work = []
         for buffer, new in ((self.keys, keys), (self.values, values)):
-            if rows.valid is None:
+            if even:
                 held = buffer[:, :, : self.held[0]]
                 work.append(torch.cat([held, new], dim=2) if self.held[0] else new)
             else:
@@ -208,23 +232,24 @@ class LayerCache:
                 _place(space, new, self.held, total, rows)
                 work.append(space)
         blocks = [self._packable(tokens) for tokens in total]
+        late, order = self._find_late(work[0], total, blocks)
         # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
-        ranges = [(None, blocks[0])] if rows.valid is None else list(enumerate(blocks))
+        ranges = [(None, blocks[0])] if even else list(enumerate(blocks))
         most = self.store.longest + max(blocks)
         params, fitted = [self.key_params, self.value_params], list(self.fitted)
         for side in range(2):
             if not fitted[side]:
-                params[side], fitted[side] = self._fit(side, work[side], ranges, rows, most)
+                params[side], fitted[side] = self._fit(side, _Work(work[side], order), ranges, rows, most)
         transforms = self._transforms(params[0], rows, most)
         encoded = [
-            (row, self._encode(0, work[0], row, count, params[0], transforms[0]),
-             self._encode(1, work[1], row, count, params[1], transforms[1]))
+            (row, self._encode(0, _Work(work[0], order), row, count, params[0], transforms[0]),
+             self._encode(1, _Work(work[1], order), row, count, params[1], transforms[1]))
             for row, count in ranges if count
         ]  # fmt: skip
-        copies = len(total) if rows.valid is None else 1
+        copies = len(total) if even else 1
         self.store.reserve(copies * sum(count for _, count in ranges), most)
         left = [tokens - count * self.scheme.block for tokens, count in zip(total, blocks, strict=True)]
-        rest = [self._rest(x, total, left) for x in work]
+        rest = [self._rest(_Work(x, order), total, left) for x in work]
         # Nothing below allocates or can fail.
         self.rows, self.held, self.fitted = rows, total, (fitted[0], fitted[1])
         self.key_params, self.value_params = params
@@ -232,10 +257,47 @@ class LayerCache:
         for row, packed_keys, packed_values in encoded:
             for piece_keys, piece_values in zip(packed_keys, packed_values, strict=True):
                 self.store.append(row, piece_keys, piece_values)
-        self.held, (self.keys, self.values) = left, rest
+        self.held, (self.keys, self.values), self.late = left, rest, late
+        self.even = len(set(left)) == 1
         return view
 
-    def _fit(self, side: int, work: torch.Tensor, ranges: _Ranges, rows: Rows, most: int) -> tuple[Params, bool]:
+    def _find_late(self, keys: torch.Tensor, total: list[int], blocks: list[int]) -> tuple[Late, torch.Tensor | None]:
+        """The late sinks of each row once ``blocks`` are packed, and the order of its exact slots then.
+
+        Returns:
+            The order is ``[sinks | tokens to pack | late | the rest]``, int64 ``[B, most exact tokens of a row]``, or
+            None where that is how they lie.
+        """
+        if not self.late_sinks:
+            return self.late, None
+        assert self.store is not None
+        count = [n * self.scheme.block for n in blocks]
+        begin = [min(tokens, self.sinks) + len(late) for tokens, late in zip(total, self.late, strict=True)]
+        same = len(set(zip(begin, count, strict=True))) == 1
+        found: list[list[int]] = []  # counted from `begin` on
+        for row in range(1 if same else len(total)):
+            room = self.late_sinks + self.sinks - begin[row]
+            rows = keys if same else keys[row : row + 1]
+            found += choose(rows[:, :, begin[row] : begin[row] + count[row] + room], count[row], room)
+        late = []
+        for row, at in enumerate(found):
+            first = begin[row] + self.store.counts[row] * self.scheme.block  # recent tokens lie as in the text
+            late.append((*self.late[row], *(first + position for position in at)))
+        if not any(late):
+            return tuple(late), None
+        slots = torch.arange(keys.shape[2])
+        order = slots.repeat(len(total), 1)
+        for row, at in enumerate(found):
+            sinks, last = min(total[row], self.sinks), begin[row] + count[row] + len(at)
+            packed = torch.ones(last, dtype=torch.bool)
+            packed[: begin[row]] = False
+            packed[[begin[row] + position for position in at]] = False
+            kept = ~packed
+            kept[:sinks] = False
+            order[row, :last] = torch.cat([slots[:sinks], slots[:last][packed], slots[:last][kept]])
+        return tuple(late), order
+
+    def _fit(self, side: int, work: _Work, ranges: _Ranges, rows: Rows, most: int) -> tuple[Params, bool]:
         """What to learn of one side from the first tokens that are packed, and whether that is final."""
         codec = (self.scheme.key, self.scheme.value)[side]
         params = dict(self.learned[side])
@@ -251,12 +313,12 @@ class LayerCache:
         # All zeros say nothing of what will come. They stay zeros under any other scale, but not beside a zero.
         return params, codec.format.zero or bool(samples.any())
 
-    def _first_packed(self, work: torch.Tensor, ranges: _Ranges, transform: Transform) -> torch.Tensor:
+    def _first_packed(self, work: _Work, ranges: _Ranges, transform: Transform) -> torch.Tensor:
         """The tokens to be packed, as ``[B or 1, H, T, D]`` of samples: none that stay exact, whatever they hold."""
         size, sinks = self.scheme.block, self.sinks
         pieces = []
         for row, count in ranges:
-            piece = (work if row is None else work[row : row + 1])[:, :, sinks : sinks + count * size]
+            piece = work.take(row, sinks, sinks + count * size)
             pieces.append(piece if transform.is_nothing else transform.of_row(row).apply(piece, self._begin(row)))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
@@ -269,7 +331,7 @@ class LayerCache:
         """What is done to keys and values before they are encoded, for ``blocks`` blocks of every row."""
         assert self.keys is not None and self.values is not None
         scheme, device, mean = self.scheme, self.keys.device, key_params.get("mean")
-        state = (mean, rows.runs, self.dropped, blocks)
+        state = (mean, rows.runs, rows.first_epoch, self.dropped, blocks)
         held = self._transformed
         if held is not None and all(a is b or (a is not mean and a == b) for a, b in zip(held[0], state, strict=True)):
             return held[1], held[2]
@@ -285,16 +347,15 @@ class LayerCache:
         return pair
 
     def _encode(
-        self, side: int, work: torch.Tensor, row: int | None, blocks: int, params: Params, transform: Transform
+        self, side: int, work: _Work, row: int | None, blocks: int, params: Params, transform: Transform
     ) -> list[Packed]:
         block, sinks = self.scheme.block, self.sinks
         codec, what = ((self.scheme.key, "keys"), (self.scheme.value, "values"))[side]
-        x = work if row is None else work[row : row + 1]
         transform = transform.of_row(row)
         packed = []
         for first in range(0, blocks, ENCODE_BLOCKS):
             last = min(blocks, first + ENCODE_BLOCKS)
-            piece = x[:, :, sinks + first * block : sinks + last * block]
+            piece = work.take(row, sinks + first * block, sinks + last * block)
             if not transform.is_nothing:
                 piece = transform.apply(piece, self._begin(row) + first)
             piece = piece.unflatten(2, (-1, block))
@@ -311,16 +372,16 @@ class LayerCache:
                 warnings.warn(f"{self.name}, {what}: {warning}", RuntimeWarning, stacklevel=2)
         return packed
 
-    def _rest(self, work: torch.Tensor, total: list[int], left: list[int]) -> torch.Tensor:
+    def _rest(self, work: _Work, total: list[int], left: list[int]) -> torch.Tensor:
         """A fresh buffer with what stays exact; the old one may still be in an attention call's hands."""
-        rest = self._buffer(work, max(left))
+        rest = self._buffer(work.tokens, max(left))
         rows = list(enumerate(zip(total, left, strict=True)))
         same = len(set(zip(total, left, strict=True))) == 1
         for row, (tokens, kept) in rows[:1] if same else rows:
-            where = slice(None) if same else slice(row, row + 1)
+            where, which = (slice(None), None) if same else (slice(row, row + 1), row)
             begin = min(tokens, self.sinks)
-            rest[where, :, :begin] = work[where, :, :begin]
-            rest[where, :, begin:kept] = work[where, :, tokens - kept + begin : tokens]
+            rest[where, :, :begin] = work.take(which, 0, begin)
+            rest[where, :, begin:kept] = work.take(which, tokens - kept + begin, tokens)
         return rest
 
     def _slide(self) -> None:
@@ -374,6 +435,7 @@ class LayerCache:
             offset=offset,
             key_transform=key_transform,
             value_transform=value_transform,
+            late=self.late if any(self.late) else (),
         )
 
     def nbytes(self) -> dict[str, int]:
@@ -384,7 +446,7 @@ class LayerCache:
         parts.update(self.store.nbytes())
         for buffer in (self.keys, self.values):
             token_bytes = buffer.shape[1] * buffer.shape[3] * buffer.itemsize
-            sinks = sum(min(held, self.sinks) for held in self.held)
+            sinks = sum(min(held, self.sinks) for held in self.held) + sum(map(len, self.late))
             parts["sinks"] += sinks * token_bytes
             parts["residual"] += (sum(self.held) - sinks) * token_bytes
             parts["slack"] += buffer.nbytes - sum(self.held) * token_bytes
@@ -407,7 +469,7 @@ class LayerCache:
         counts = () if self.store is None else tuple(self.store.counts)
         lost = () if self.store is None else tuple(self._lost())
         params = (self.key_params, self.value_params)
-        return Before(self.rows, self.keys, self.values, self.held, counts, params, self.fitted, lost)
+        return Before(self.rows, self.keys, self.values, self.held, counts, params, self.fitted, lost, self.late)
 
     @_outlasting
     def undo(self, before: Before) -> bool:
@@ -424,7 +486,8 @@ class LayerCache:
         # The buffers from before a block was packed are as they were: what stays exact went into new ones.
         self.store.truncate(before.counts)
         self.rows, self.keys, self.values, self.held = before.rows, before.keys, before.values, before.held
-        (self.key_params, self.value_params), self.fitted = before.params, before.fitted
+        (self.key_params, self.value_params), self.fitted, self.late = before.params, before.fitted, before.late
+        self.even = len(set(self.held)) == 1
         return True
 
     @_outlasting
@@ -450,24 +513,35 @@ class LayerCache:
                 f"left behind what the rest would see; at most {self.scheme.block} can be taken back"
             )
         assert self.store is not None
-        block, blocks, border, left = self.scheme.block, [], [], []
-        for g, held, packed in zip(gone, self.held, self.store.counts, strict=True):
-            sinks = min(held, self.sinks)
-            within = packed * block - max(0, g - (held - sinks))  # packed tokens that remain; below 0, sinks go too
-            blocks.append(max(0, within) // block)
-            border.append(max(0, within) % block)
-            left.append(sinks + min(0, within) + border[-1] + max(0, held - sinks - g))
-        if blocks != self.store.counts:
-            self._unpack(blocks, border, left)
+        cuts = [self._cut(row, tokens, rows.counts[row]) for row, tokens in enumerate(gone)]
+        if [cut.blocks for cut in cuts] != self.store.counts:
+            self._unpack(cuts)
         else:
-            self._shrink(max(left))
+            self._shrink(max(cut.held for cut in cuts))
             for buffer in (self.keys, self.values):
-                for row, (new, old) in enumerate(zip(left, self.held, strict=True)):
-                    buffer[row, :, new:old] = 0  # what was taken back may hold NaN, and masks do not stop 0 * NaN
-        self.rows, self.held = rows, left
+                for row, (cut, old) in enumerate(zip(cuts, self.held, strict=True)):
+                    buffer[row, :, cut.held : old] = 0  # what was taken back may hold NaN; masks do not stop 0 * NaN
+        self.rows, self.held, self.late = rows, [cut.held for cut in cuts], tuple(cut.late for cut in cuts)
+        self.even = len(set(self.held)) == 1
 
-    def _unpack(self, blocks: list[int], border: list[int], left: list[int]) -> None:
-        """Keep ``blocks[row]`` blocks of each row, and the first ``border[row]`` tokens of the next one as exact ones.
+    def _cut(self, row: int, gone: int, left: int) -> _Cut:
+        """What is left of a row when it loses its last ``gone`` own tokens and keeps the first ``left``."""
+        assert self.store is not None
+        block, held, late, packed = self.scheme.block, self.held[row], self.late[row], self.store.counts[row]
+        sinks = min(held, self.sinks)
+        older = gone - (held - sinks - len(late))  # tokens to lose that are not recent
+        if older <= 0:
+            return _Cut(packed, 0, held - gone, late)
+        stay = [token for token in late if token < left]
+        within = packed * block - (older - (len(late) - len(stay)))  # packed tokens that remain; below 0, sinks go too
+        blocks, border = max(0, within) // block, max(0, within) % block
+        # Late sinks come before the last packed token: the others are recent tokens again.
+        kept = [token for i, token in enumerate(stay) if token - sinks - i < blocks * block]
+        back = stay[len(kept) :]
+        return _Cut(blocks, border, sinks + min(0, within) + border + len(stay), tuple(kept), tuple(back))
+
+    def _unpack(self, cuts: list[_Cut]) -> None:
+        """Keep what ``cuts`` say of each row; the border of a block that is cut becomes exact tokens.
 
         Only that one block of a row is ever decoded, however far back a crop goes.
         """
@@ -479,21 +553,34 @@ class LayerCache:
         )
         restored = []
         for side, (buffer, codec, params, transform) in enumerate(sides):
-            fresh = self._buffer(buffer, max(left))
-            for row, (first, tokens, new, old) in enumerate(zip(blocks, border, left, self.held, strict=True)):
-                begin = min(old, self.sinks, new)
+            fresh = self._buffer(buffer, max(cut.held for cut in cuts))
+            for row, (cut, old) in enumerate(zip(cuts, self.held, strict=True)):
+                first, tokens = cut.blocks, cut.border
+                begin = min(old, self.sinks, cut.held) + len(cut.late)
                 fresh[row, :, :begin] = buffer[row, :, :begin]
                 if tokens:
                     packed = {name: part[row] for name, part in view.blocks.read(first, first + 1)[side].items()}
                     decoded = transform.of_row(row).undo(codec.decode(packed, params).flatten(1, 2)[None], first)
                     decoded = decoded[0, :, :tokens]
                     fresh[row, :, begin : begin + tokens] = narrow(decoded, buffer.dtype)
-                recent = new - begin - tokens
-                fresh[row, :, begin + tokens : new] = buffer[row, :, begin : begin + recent]
+                recent = cut.held - begin - tokens
+                fresh[row, :, begin + tokens : cut.held] = buffer[row, :, begin : begin + recent]
+                if (
+                    cut.back
+                ):  # late sinks until now, which lay behind those that remain: between the tokens of the block
+                    rank = self._ranks(cut)
+                    fresh[row, :, begin : cut.held] = fresh[row, :, begin : cut.held].index_select(1, rank)
             restored.append(fresh)
         self.keys, self.values = restored
-        self.store.truncate(blocks)
+        self.store.truncate([cut.blocks for cut in cuts])
         self.store.trim()
+
+    def _ranks(self, cut: _Cut) -> torch.Tensor:
+        """Which of ``[border | back]`` come first, second and so on in the text."""
+        rank = torch.arange(cut.border) + cut.blocks * self.scheme.block
+        border = not_late(((*cut.late, *cut.back),), self.sinks, rank)[0]
+        numbers = torch.cat([border, torch.tensor(cut.back, dtype=torch.int64)])
+        return numbers.argsort().to(self.store.table.device)  # type: ignore[union-attr]
 
     @_outlasting
     def select_rows(self, index: torch.Tensor, rows: Rows | None = None) -> None:
@@ -504,6 +591,8 @@ class LayerCache:
         chosen = index.to(self.keys.device)
         self.keys, self.values = self.keys.index_select(0, chosen), self.values.index_select(0, chosen)
         self.held = [self.held[row] for row in index.tolist()]
+        self.late = tuple(self.late[row] for row in index.tolist())
+        self.even = len(set(self.held)) <= 1
         self.store.select_rows(index)
 
     def _adopt(self) -> None:
@@ -550,7 +639,7 @@ class LayerCache:
         record = Record.of(scheme.key, scheme.value, scheme.block, channels, values.shape[3], keys.dtype, values.dtype)
         self.store = BlockStore(record, heads, batch, keys.device)
         self.keys, self.values = _zeros(keys, 0), _zeros(values, 0)
-        self.held = [0] * batch
+        self.held, self.late = [0] * batch, ((),) * batch
 
     def _buffer(self, like: torch.Tensor, tokens: int) -> torch.Tensor:
         """A zeroed exact buffer with room for ``tokens``, and for all that a scheme keeps exact before it packs."""
@@ -559,7 +648,7 @@ class LayerCache:
     def _most_exact(self) -> int:
         """Tokens that a row holds exact just before it packs; 0 where nothing is ever packed."""
         scheme = self.scheme
-        return 0 if scheme.residual is None else self.sinks + scheme.residual + scheme.block - 1
+        return 0 if scheme.residual is None else self.sinks + self.late_sinks + scheme.residual + scheme.block - 1
 
     def _reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` exact ones. A prompt is cut to fit, what grows step by step gets an eighth more."""
@@ -585,6 +674,36 @@ class LayerCache:
             self.keys, self.values = self.keys[:, :, :room].clone(), self.values[:, :, :room].clone()
 
 
+class _Work(NamedTuple):
+    """Exact tokens of which some are about to be packed.
+
+    Attributes:
+        tokens: ``[B, H, T, D]``.
+        order: in which order each row is read, int64 ``[B, T]`` on the CPU; None is as they lie.
+    """
+
+    tokens: torch.Tensor
+    order: torch.Tensor | None
+
+    def take(self, row: int | None, first: int, last: int) -> torch.Tensor:
+        """Tokens ``first .. last - 1`` of one row, or of all (None): ``[B or 1, H, t, D]``, uncopied where they can be.
+
+        Args:
+            row: which one.
+            first, last: what is read between them must be ascending.
+        """
+        rows = slice(None) if row is None else slice(row, row + 1)
+        if self.order is None or first == last:
+            return self.tokens[rows, :, first:last]
+        index = self.order[rows, first:last]
+        begin, end = index[:, 0].tolist(), index[:, -1].tolist()
+        if len(set(begin)) == 1 and max(end) - begin[0] == last - first - 1:  # neighbours: late sinks are few
+            return self.tokens[rows, :, begin[0] : begin[0] + last - first]
+        index = index.to(self.tokens.device)
+        pieces = [one[None].index_select(2, at) for one, at in zip(self.tokens[rows], index, strict=True)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
 def _alike(new: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Whether new tokens fit a buffer in all but their number."""
     fits = new.ndim == 4 and new.shape[:2] == buffer.shape[:2] and new.shape[3] == buffer.shape[3]
@@ -599,12 +718,12 @@ def _zeros(like: torch.Tensor, tokens: int) -> torch.Tensor:
 def _place(buffer: torch.Tensor, new: torch.Tensor, held: list[int], total: list[int], rows: Rows) -> None:
     """Write the text columns of ``new [B, H, q, D]`` behind each row's own tokens in ``buffer``."""
     added = new.shape[2]
-    if rows.valid is None:
+    if rows.valid is None and len(set(held)) == 1:
         buffer[:, :, held[0] : total[0]] = new
         return
-    valid = rows.valid[:, rows.columns - added :].to(new.device)
+    valid = None if rows.valid is None else rows.valid[:, rows.columns - added :].to(new.device)
     for row, (first, last) in enumerate(zip(held, total, strict=True)):
-        if last - first == added:
+        if valid is None or last - first == added:
             buffer[row, :, first:last] = new[row]
         elif last > first:
             buffer[row, :, first:last] = new[row][:, valid[row]]

@@ -116,10 +116,10 @@ CATALOGUE: tuple[Entry, ...] = (
     _kivi(2, "the smallest to try: 3 bits"),
 )
 
-ALIASES: dict[str, str] = {}
-"""Names that stand for whole schemes."""
+ALIASES: dict[str, str] = {"default": "lm4,centred,block=64", "small": "lm2,centred,block=64"}
+"""Names that stand for whole schemes, without calibration; docs/decisions.md says why these."""
 
-RECOMMENDED = "kivi4"
+RECOMMENDED = "default"
 """What the command line takes where no scheme is named."""
 
 BY_NAME: dict[str, Entry] = {entry.name: entry for entry in CATALOGUE}

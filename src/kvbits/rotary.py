@@ -25,7 +25,7 @@ class Rotary:
     def __init__(self, frequencies: torch.Tensor, interleaved: bool = False) -> None:
         self.epochs = [frequencies.detach().double().cpu()]
         self.interleaved = interleaved
-        self._steps: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._steps: dict[tuple[int, torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._bases: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Rotary:
@@ -58,9 +58,14 @@ class Rotary:
 
     def rope(self, rows: Rows, first: int, block: int, count: int, device: torch.device) -> Rope:
         """Angles of ``count`` blocks of ``block`` tokens in every row; the first begins at own token ``first``."""
-        steps = self._steps.get((block, device))
+        # All blocks share the angles within a block. Those of the epoch that the text began in are exact for it all
+        # where it began long, and close enough for the quick channels of what follows a change.
+        steps = self._steps.get((block, device, rows.first_epoch))
         if steps is None:
-            steps = self._steps[block, device] = self.cos_sin(torch.arange(block, device=device))
+            if len(self._steps) > 8:
+                self._steps.clear()
+            steps = self.cos_sin(torch.arange(block, device=device), rows.first_epoch)
+            self._steps[block, device, rows.first_epoch] = steps
         cos, sin = self._base(rows, first, block, count, device)
         return Rope(cos[:, :count], sin[:, :count], *steps, self.interleaved)
 

@@ -34,6 +34,7 @@ class Rows:
         valid: bool ``[batch, columns]``, True for text, or None where there is no padding at all.
         runs: where the positions of each row's own tokens run on by one, or None where token ``j`` of every row is
             at position ``j``.
+        first_epoch: epoch of the first column.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class Rows:
         columns: int = 0,
         valid: torch.Tensor | None = None,
         runs: tuple[tuple[Run, ...], ...] | None = None,
+        first_epoch: int = 0,
     ) -> None:
         self.batch = batch
         self.columns = columns
         self.valid = valid
         self.runs = runs
+        self.first_epoch = first_epoch
 
     def positions(self, row: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions and epochs (see :mod:`kvbits.rotary`) of own ``tokens`` (int64, ascending) of one row."""
@@ -109,12 +112,13 @@ class Rows:
         runs = self.runs
         if positions is not None or epoch or runs is not None:
             runs = self._runs_on(batch, columns, valid, positions, epoch)
+        first_epoch = self.first_epoch if self.columns else epoch
         if valid is None and self.valid is None:
-            return Rows(batch, self.columns + columns, runs=runs)
+            return Rows(batch, self.columns + columns, None, runs, first_epoch)
         device = (self.valid if valid is None else valid).device  # type: ignore[union-attr]
         old = torch.ones(batch, self.columns, dtype=torch.bool, device=device) if self.valid is None else self.valid
         new = torch.ones(batch, columns, dtype=torch.bool, device=device) if valid is None else valid
-        return Rows(batch, self.columns + columns, torch.cat([old, new.to(device)], dim=-1), runs)
+        return Rows(batch, self.columns + columns, torch.cat([old, new.to(device)], dim=-1), runs, first_epoch)
 
     def _runs_on(
         self, batch: int, columns: int, valid: torch.Tensor | None, positions: torch.Tensor | None, epoch: int
@@ -146,7 +150,7 @@ class Rows:
     def crop(self, columns: int) -> Rows:
         """Without the last ``columns`` columns."""
         left = self.columns - columns
-        cropped = Rows(self.batch, left, None if self.valid is None else self.valid[:, :left])
+        cropped = Rows(self.batch, left, None if self.valid is None else self.valid[:, :left], None, self.first_epoch)
         if self.runs is not None:
             kept = [
                 (row[0], *(run for run in row[1:] if run.token < count))
@@ -159,7 +163,7 @@ class Rows:
         """Row ``i`` becomes what row ``rows[i]`` was."""
         runs = None if self.runs is None else tuple(self.runs[row] for row in rows.tolist())
         valid = None if self.valid is None else self.valid[rows.to(self.valid.device)]
-        return Rows(len(rows), self.columns, valid, runs)
+        return Rows(len(rows), self.columns, valid, runs, self.first_epoch)
 
 
 def _grown(runs: tuple[Run, ...], token: int, positions: torch.Tensor, epoch: int) -> tuple[Run, ...]:

@@ -10,7 +10,7 @@ Grammar (case and blanks do not matter)::
             | "outliers=" P "%"             this share of the elements is kept exactly: int4,outliers=1% is int4-1%
             | "qnorm"                       fitted tables decode with the mean and deviation that values had before
             | "residual=" N                 at least N most recent tokens stay exact (default 128)
-            | "sinks=" N                    the first N tokens stay exact (default 4)
+            | "sinks=" N [ "+" M ]          the first N tokens stay exact (default 4), and up to M found later
             | "block=" N                    tokens packed at a time (default 128)
             | "layers[" I { "," I } "]=" NAME [ "/" NAME ]    these layers differ (K/V); -1 is the last
 """
@@ -41,7 +41,7 @@ _EXACT_BITS = 16
 """Of an exact element, for estimates."""
 
 _OPTIONS = ("residual", "sinks", "block")
-_FIELDS = (*_OPTIONS, "pre_rope", "centred")
+_FIELDS = (*_OPTIONS, "pre_rope", "centred", "late_sinks")
 _MODIFIERS: dict[str, tuple[str, bool]] = {
     "pre-rope": ("pre_rope", True),
     "post-rope": ("pre_rope", False),
@@ -77,6 +77,8 @@ class Scheme:
         key, value: codecs of the packed part.
         residual: at least this many of the most recent tokens stay exact (below ``residual + block``).
         sinks: the first tokens of each sequence that stay exact.
+        late_sinks: up to so many later tokens of each sequence stay exact, in every layer by itself, whose keys look
+            like those of attention sinks (KVSink, arXiv 2508.04257); see :mod:`kvbits.late`.
         block: tokens that are packed at a time.
         overrides: layers with other codecs.
         pre_rope: keys are stored as they were before their rotary embedding (KVQuant, arXiv 2401.18079, section 3.2).
@@ -94,12 +96,14 @@ class Scheme:
     overrides: tuple[Override, ...] = ()
     pre_rope: bool = False
     centred: bool = False
+    late_sinks: int = 0
 
     def __post_init__(self) -> None:
         exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)
         if self.residual is None and not exact:
             raise ValueError(f"residual=None keeps every token exact, which only 'exact' means; got {self.key}")
-        for name, number in (("residual", 0 if self.residual is None else self.residual), ("sinks", self.sinks)):
+        residual = 0 if self.residual is None else self.residual
+        for name, number in (("residual", residual), ("sinks", self.sinks), ("late_sinks", self.late_sinks)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"{name}={number!r} is not a number of tokens; give 0 or more")
         if not isinstance(self.block, int) or self.block not in BLOCKS:
@@ -191,12 +195,12 @@ class Scheme:
         options = []
         if self.residual != (None if exact else RESIDUAL_TOKENS):
             options.append(f"residual={self.residual}")
-        if self.sinks != SINK_TOKENS:
-            options.append(f"sinks={self.sinks}")
+        if self.sinks != SINK_TOKENS or self.late_sinks:
+            options.append(f"sinks={self.sinks}" + (f"+{self.late_sinks}" if self.late_sinks else ""))
         if self.block != BLOCK_TOKENS:
             options.append(f"block={self.block}")
-        pair = _known_pair(self.key, self.value) or f"k={self.key},v={self.value}"
-        usual = _named(pair) if "=" not in pair else _Named(self.key, self.value)
+        known = _known_pair(self.key, self.value)
+        pair, usual = known or f"k={self.key},v={self.value}", _named(known or str(self.key))
         modifiers = []
         if self.pre_rope != usual.pre_rope:
             modifiers.append("pre-rope" if self.pre_rope else "post-rope")
@@ -216,36 +220,52 @@ class Scheme:
             return text
         if not isinstance(text, str):
             raise TypeError(f"a scheme is a string such as 'int4' or a kvbits.Scheme, not {type(text).__name__}")
-        sides: dict[str, _Named] = {}
+        key: _Named | None = None
+        value: Codec | None = None
         chosen: dict[str, Any] = {}
         overrides: list[Override] = []
+        before_rope: list[str] = []
         for item in _items(_spelled_out(text)):
             left, equals, right = item.rpartition("=")
             if item in _MODIFIERS and _MODIFIERS[item][0] not in chosen:
                 chosen[_MODIFIERS[item][0]] = _MODIFIERS[item][1]
-            elif not equals and not sides:
-                sides = dict.fromkeys("kv", _named(item))
-            elif left in ("k", "v") and left not in sides:
-                sides[left] = _named(right)
+            elif not equals and key is None and value is None:
+                key = _named(item)
+                value = key.value
+            elif left == "k" and key is None:
+                key = _named(right)
+            elif left == "v" and value is None:
+                value = _value_named(right)
             elif left == "outliers" and left not in chosen:
                 chosen[left] = _fraction(right)
+            elif left == "sinks" and left not in chosen:
+                chosen["sinks"], chosen["late_sinks"] = _sinks(right)
             elif left in _OPTIONS and left not in chosen:
                 chosen[left] = _number(left, right)
             elif match := re.fullmatch(r"layers\[(-?\d+(?:,-?\d+)*)\]", left):
-                overrides.append(Override(tuple(map(int, match[1].split(","))), *parse_pair(right)))
+                named = _named(right)
+                overrides.append(Override(tuple(map(int, match[1].split(","))), named.key, named.value))
+                before_rope += [item] if named.pre_rope else []
             else:
                 raise ValueError(_bad_item(text, item))
-        if len(sides) < 2:
-            missing = "name a scheme" if not sides else f"'{'v' if 'k' in sides else 'k'}=' is missing"
+        if key is None or value is None:
+            missing = (
+                "name a scheme" if key is None and value is None else f"'{'k' if key is None else 'v'}=' is missing"
+            )
             raise ValueError(f"{text!r} is not a scheme: {missing}; for example 'int4' or 'k=int4-channel,v=int4'")
-        key, value = sides["k"].key, sides["v"].value
-        if changes := {name: chosen.pop(name) for name in ("outliers", "qnorm") if name in chosen}:
-            key, value = (_changed(codec, changes) for codec in (key, value))
-        if isinstance(key, Exact) and isinstance(value, Exact):
-            chosen.setdefault("residual", None)
+        if before_rope and not chosen.get("pre_rope", key.pre_rope) and "pre_rope" not in chosen:
+            raise ValueError(
+                f"{before_rope[0]} in {text!r} is made for keys before their rotary embedding, and the other layers "
+                "store them after it; add pre-rope or post-rope, which then holds for all"
+            )
         for name in ("pre_rope", "centred"):
-            chosen.setdefault(name, getattr(sides["k"], name))
-        return Scheme(key, value, overrides=tuple(overrides), **chosen)
+            chosen.setdefault(name, getattr(key, name))
+        codecs = key.key, value
+        if changes := {name: chosen.pop(name) for name in _CHANGES if name in chosen}:
+            codecs = _changed(codecs[0], changes), _changed(codecs[1], changes)
+        if all(isinstance(codec, Exact) for codec in codecs):
+            chosen.setdefault("residual", None)
+        return Scheme(*codecs, overrides=tuple(overrides), **chosen)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data; :meth:`from_json` reads it back."""
@@ -257,6 +277,7 @@ class Scheme:
             "block": self.block,
             "pre_rope": self.pre_rope,
             "centred": self.centred,
+            "late_sinks": self.late_sinks,
             "overrides": [{"layers": list(o.layers), "key": str(o.key), "value": str(o.value)} for o in self.overrides],
         }
 
@@ -291,10 +312,17 @@ def parse_codec(name: str) -> Codec:
     """
     if not isinstance(name, str):
         raise ValueError(f"{name!r} is not the name of a codec; give a string such as 'int4'")
+    codec = _spelled(name)
+    if codec is None:
+        raise ValueError(f"unknown scheme {name!r}{_near(name)}")
+    return codec
+
+
+def _spelled(name: str) -> Codec | None:
     for kind in CODECS:
         if match := kind.pattern.fullmatch(name):
             return kind.from_match(match)
-    raise ValueError(f"unknown scheme {name!r}{_near(name)}")
+    return None
 
 
 class _Named(NamedTuple):
@@ -316,7 +344,7 @@ def _named(name: str) -> _Named:
     """As :func:`parse_pair`, and what a scheme of that name begins with."""
     key, slash, value = name.partition("/")
     if slash:
-        return _named(key)._replace(value=_named(value).value)
+        return _named(key)._replace(value=_value_named(value))
     match = _WITH_OUTLIERS.fullmatch(name)
     plain = match["plain"] if match else name
     if entry := BY_NAME.get(plain):
@@ -325,28 +353,36 @@ def _named(name: str) -> _Named:
             changes["outliers"] = _fraction(match["percent"])
         if match and match["qnorm"]:
             changes["qnorm"] = True
-        key, value = (_changed(codec, changes) if changes else codec for codec in (entry.key, entry.value))
-        return _Named(key, value, entry.pre_rope, entry.centred)
+        pair = _changed(entry.key, changes), _changed(entry.value, changes)
+        return _Named(*pair, entry.pre_rope, entry.centred)
     codec = parse_codec(name)
     return _Named(codec, codec)
 
 
+def _value_named(name: str) -> Codec:
+    """What ``name`` stands for where values are named: of a name that is a codec's and a pair's, the codec."""
+    return _spelled(name) or _named(name).value
+
+
 def _changed(codec: Codec, changes: Mapping[str, Any]) -> Codec:
-    """``codec`` with outliers or Q-Norm; ValueError where it has none."""
+    """``codec`` with outliers or Q-Norm; ValueError where it has none, or others already."""
     for name, why in _CHANGES.items():
         if name in changes and not _has(codec, name):
-            able = [kind.examples[0] for kind in CODECS if _has(kind, name) and not getattr(kind, "dense_only", "")]
+            able = [kind.examples[0] for kind in CODECS if _has(kind, name)]
             raise ValueError(f"{codec} {why}; {name} goes with {', '.join(able)}")
-    return replace(codec, **changes)
+    changed = replace(codec, **changes)
+    if any(getattr(codec, name) not in (0, getattr(changed, name)) for name in changes):
+        raise ValueError(f"{codec} names its outliers already: they cannot be {100 * changes['outliers']:g}% as well")
+    return changed
 
 
 def _has(codec: Codec | type[Codec], name: str) -> bool:
-    return any(field.name == name for field in fields(codec))
+    return not getattr(codec, "dense_only", "") and any(field.name == name for field in fields(codec))
 
 
 def _known_pair(key: Codec, value: Codec) -> str | None:
     """How a pair of codecs is called, or None."""
-    if key == value:
+    if key == value and parse_pair(str(key)) == (key, value):
         return str(key)
     changes = {name: getattr(key, name) for name in _CHANGES if getattr(key, name, None)}
     for entry in CATALOGUE:
@@ -382,16 +418,31 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
+def _sinks(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:\+(\d+))?", text)
+    if match is None:
+        first = re.search(r"\d+", text)
+        near = f"sinks={first[0] if first else SINK_TOKENS}"
+        raise ValueError(
+            f"sinks={text} is not a number of tokens; give a whole number such as {near}, or two such as {near}+8: "
+            "first tokens, and later ones that are found"
+        )
+    return int(match[1]), int(match[2] or 0)
+
+
 def _near(name: str) -> str:
-    names = sorted(BY_NAME.keys() | {example for codec in CODECS for example in codec.examples})
+    pairs = [entry for entry in CATALOGUE if entry.key != entry.value]
+    spelled = {example for codec in CODECS for example in codec.examples}
+    names = sorted(BY_NAME.keys() | spelled | {f"{entry.name}-1%" for entry in pairs})
     near = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
     hint = f"; near: {', '.join(near)}" if near else ""
-    pair = next((entry for entry in CATALOGUE if entry.key != entry.value and name.startswith(entry.name)), None)
+    pair = next((entry for entry in pairs if re.fullmatch(rf"{entry.name}-(channel|gs).*", name)), None)
     if pair is not None:
         hint = f"; {pair.name} is k={pair.key},v={pair.value}: change its groups there"
     return (
-        f"{hint}. Known: {', '.join(BY_NAME)}; int, nf and hqq also with -channel (groups of tokens instead of "
-        "channels) and with -gs16, -gs32, -gs64 or -gs128"
+        f"{hint}. Known: {', '.join(BY_NAME)}; int, nf, rot and hqq also with -channel (groups of tokens instead of "
+        "channels) and with -gs16, -gs32, -gs64 or -gs128; all of these but hqq with -static (one scale for each "
+        "channel of a layer) and, last, with outliers such as -1%"
     )
 
 
@@ -403,5 +454,5 @@ def _bad_item(text: str, item: str) -> str:
         hint = ": something before it says that already, or otherwise."
     return (
         f"{item!r} does not fit in {text!r}{hint} A scheme is a name or k=...,v=..., then once each: "
-        f"residual=N, sinks=N, block=N, outliers=P%, layers[0,1,-1]=NAME, {', '.join(_MODIFIERS)}"
+        f"residual=N, sinks=N or sinks=N+M, block=N, outliers=P%, layers[0,1,-1]=NAME, {', '.join(_MODIFIERS)}"
     )

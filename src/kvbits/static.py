@@ -36,6 +36,8 @@ def why_not(cache: LayerCache) -> list[str]:
         reasons.append(f"{cache.scheme} packs nothing")
     if cache.window is not None:
         reasons.append("a sliding window")
+    if cache.late_sinks:
+        reasons.append(f"late sinks ({cache.scheme})")
     if cache.rows.valid is not None:
         reasons.append("padded rows")
     elif len(set(cache.held)) > 1:

@@ -95,7 +95,7 @@ def _attend(call: Call, query: torch.Tensor, out: torch.Tensor, mask: torch.Tens
     module.attend(
         layout.blocks, isa, torch.get_num_threads(), out, query, packed_query, pool, blocks.table, blocks.counts,
         first_token, keys, values, view.held, view.sinks, view.dropped, layout.statics, transforms, mask,
-        view.rows.column_of, view.offset, column, call.window or 0,
+        None if plain and mask is None else view.column_of, view.offset, column, call.window or 0,
         plain and first_token + blocks.longest * record.tokens <= column + 1, plain and column == view.rows.columns - 1,
         call.scaling, call.softcap or 0.0, None if call.sink_logits is None else call.sink_logits.float().contiguous(),
     )  # fmt: skip

@@ -168,7 +168,7 @@ def _pieces(call: Call, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torc
 def _all_visible(call: Call) -> bool:
     """Whether every query sees the whole history before this call."""
     view = call.view
-    return call.mask is None and call.window is None and view.rows.valid is None and view.offset == 0
+    return call.mask is None and call.window is None and view.rows.valid is None and view.offset == 0 and view.even
 
 
 def _mask(call: Call, token: torch.Tensor, live: torch.Tensor, piece: slice) -> torch.Tensor:

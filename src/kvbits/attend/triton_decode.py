@@ -63,6 +63,8 @@ def why_not(call: Call) -> list[str]:
         reasons.append(f"{query.dtype} queries over {view.keys.dtype} keys and {view.values.dtype} values")
     if torch.is_grad_enabled() and query.requires_grad:
         reasons.append("gradients of the query")
+    if view.late:
+        reasons.append("late sinks")
     record = view.blocks.record
     for side, codec, x, slots, transform in (
         ("keys", view.scheme.key, view.keys, record.keys, view.key_transform),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from kvbits.attend import native
 from kvbits.attend.transform import Transform
+from kvbits.late import Late, listed, not_late, own_numbers
 from kvbits.numerics.cast import narrow
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
@@ -21,12 +23,13 @@ _NO_TRANSFORM = Transform()
 class KVView:
     """Sinks, packed history and recent tokens of one layer, the tokens of this call included.
 
-    A row's own tokens ``0, 1, 2, ...`` are: ``sinks`` exact ones, then its packed blocks, then the rest exact.
+    A row's own tokens ``0, 1, 2, ...`` are: ``sinks`` exact ones, then its packed blocks, then the rest exact. Late
+    sinks are the exception: stored first among the rest, they come from between the packed ones.
 
     Attributes:
         scheme: the layer's scheme.
-        keys, values: exact tokens ``[B, H, L, Dk]`` and ``[B, H, L, Dv]``: first the sinks, then the most recent
-            ones; zero beyond a row's own count.
+        keys, values: exact tokens ``[B, H, L, Dk]`` and ``[B, H, L, Dv]``: first the sinks, then the late ones, then
+            the most recent tokens; zero beyond a row's own count.
         held: exact tokens of each row.
         sinks: how many of them come before the packed ones.
         blocks: the packed tokens.
@@ -35,6 +38,7 @@ class KVView:
         dropped: own tokens before the first packed one that a sliding window has left behind.
         offset: the first column that the layer may still see; masks begin there.
         key_transform, value_transform: what was done to packed keys and values before they were encoded.
+        late: the late sinks of each row; () where no row has any.
     """
 
     scheme: Scheme
@@ -50,6 +54,12 @@ class KVView:
     offset: int = 0
     key_transform: Transform = _NO_TRANSFORM
     value_transform: Transform = _NO_TRANSFORM
+    late: Late = ()
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows hold the same number of exact and of packed tokens."""
+        return len(set(self.held)) <= 1 and len(set(self.blocks.counts)) <= 1
 
     @property
     def kv_columns(self) -> int:
@@ -60,18 +70,23 @@ class KVView:
         """Own token numbers of blocks ``first .. last - 1``, and which rows really have them.
 
         Returns:
-            int64 ``[n * block]`` and bool ``[B, n * block]``.
+            int64 ``[n * block]`` (``[B, n * block]`` where there are late sinks) and bool ``[B, n * block]``.
         """
         block = self.blocks.record.tokens
         token = torch.arange(first * block, last * block, device=device)
         counts = torch.tensor(self.blocks.counts, device=device)[:, None] * block
-        return token + self.sinks + self.dropped, token < counts
+        live = token < counts
+        return (not_late(self.late, self.sinks, token) if self.late else token + self.sinks + self.dropped), live
 
     def exact_tokens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Own token numbers of the exact slots, and which rows really have them: int64 and bool ``[B, L]``."""
         slot = torch.arange(self.keys.shape[2], device=device)
         packed = torch.tensor(self.blocks.counts, device=device)[:, None] * self.blocks.record.tokens + self.dropped
         token = torch.where(slot < self.sinks, slot, slot + packed)
+        if self.late:
+            found = slot - self.sinks
+            few = torch.tensor([len(row) for row in self.late], device=device)[:, None]
+            token = torch.where((found >= 0) & (found < few), listed(self.late, found.expand_as(token)), token)
         return token, slot < torch.tensor(self.held, device=device)[:, None]
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +132,8 @@ class KVView:
 
     def _in_columns(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Own tokens ``[B, H, L, D]`` and ``[B, H, N * block, D]`` put where the model's columns are."""
-        if self.rows.valid is None and self.dropped <= self.offset:  # own tokens are columns: sinks, packed, recent
+        if self.rows.valid is None and self.dropped <= self.offset and not self.late and self.even:
+            # Own tokens are columns: sinks, packed, recent.
             skip = self.offset - self.dropped
             return torch.cat([exact[:, :, : self.sinks], decoded, exact[:, :, self.sinks :]], dim=2)[:, :, skip:]
         batch, heads, _, channels = exact.shape
@@ -137,3 +153,17 @@ class KVView:
             return token
         column_of = column_of.to(token.device)
         return column_of.gather(1, token.clamp(max=column_of.shape[1] - 1)).clamp(min=0)
+
+    @cached_property
+    def column_of(self) -> torch.Tensor | None:
+        """int64 ``[B, most tokens of a row]``: columns of each row's tokens in stored order, -1 beyond its last.
+
+        Stored order is sinks, packed tokens, late sinks, the rest. None where that is the order of the columns.
+        """
+        if not self.late:
+            return self.rows.column_of
+        block, column_of = self.blocks.record.tokens, self.rows.column_of
+        device = self.keys.device if column_of is None else column_of.device
+        packed = [count * block for count in self.blocks.counts]
+        own = own_numbers(self.late, self.sinks, packed, max(self.rows.counts), device)
+        return own if column_of is None else column_of.gather(1, own)

@@ -19,7 +19,7 @@ class Affine(Grouped):
     name: ClassVar[str] = "int"
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
     pattern = grouped_pattern("int", allowed_bits, "-channel|-static|-calibrated")
-    examples = (
+    examples: ClassVar[tuple[str, ...]] = (
         "int8", "int4", "int3", "int2", "int4-gs32", "int4-gs128", "int2-channel", "int4-channel-gs128",
         "int4-static", "int3-calibrated", "int4-1%", "int3-channel-gs128-0.5%", "int2-static-2%",
     )  # fmt: skip

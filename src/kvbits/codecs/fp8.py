@@ -104,7 +104,7 @@ class Fp8Static(Codec):
             return None
         return (
             f"a value of magnitude {largest:.4g} saturates at {limit:.4g}, {HEADROOM:g} times the largest value that "
-            "the scale of {self} was taken from; use fp8 (a scale per token) instead"
+            f"the scale of {self} was taken from; use fp8 (a scale per token) instead"
         )
 
     def encode(self, x: torch.Tensor, params: Params) -> Packed:

@@ -17,10 +17,17 @@ GROUPS = (16, 32, 64, 128)
 _DEFAULT_GROUP = {"token": 64, "channel": 32}
 MOST_OUTLIERS = 0.1
 """Largest fraction of outliers: each costs 32 bits, so that beyond it more bits are the better way."""
+OUTLIER_STEP = 1e-5
+"""Fractions are rounded to this, a thousandth of a percent: less than one entry of any block."""
 Self = TypeVar("Self", bound="Grouped")
 
-_DIRECTION = {"": ("token", None), "-channel": ("channel", None), "-static": ("channel", 0), "-token": ("token", None)}
-_DIRECTION["-calibrated"] = _DIRECTION["-static"]
+_DIRECTION: dict[str, tuple[groups.Along, int | None]] = {
+    "": ("token", None),
+    "-token": ("token", None),
+    "-channel": ("channel", None),
+    "-static": ("channel", 0),
+    "-calibrated": ("channel", 0),
+}
 
 
 def grouped_pattern(name: str, bits: tuple[int, ...], directions: str = "-channel") -> re.Pattern[str]:
@@ -33,7 +40,7 @@ def grouped_pattern(name: str, bits: tuple[int, ...], directions: str = "-channe
 
 def spell_percent(fraction: float) -> str:
     """``-1%`` for 0.01, and nothing for 0."""
-    return f"-{100 * fraction:.6g}%" if fraction else ""
+    return f"-{100 * fraction:.3f}".rstrip("0").rstrip(".") + "%" if fraction else ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,8 @@ class Grouped(Codec):
             raise ValueError(
                 f"{self.name}{self.bits} has scales of its own in each block; only static ones are calibrated"
             )
+        if self.outliers:  # as a name spells it, so that the name parses back
+            object.__setattr__(self, "outliers", max(OUTLIER_STEP, round(self.outliers, 5)))
 
     @classmethod
     def from_match(cls: type[Self], match: re.Match[str]) -> Self:
@@ -169,8 +178,11 @@ class Grouped(Codec):
         """Range ``[H, D]`` of each channel over ``samples [N, H, T, D]``, without the outliers, half on either side."""
         x = samples.float().transpose(0, 1).flatten(1, 2)  # [H, N * T, D]
         drop = math.floor(x.shape[1] * self.outliers / 2)
-        ordered = x.sort(dim=1).values
-        return ordered[:, drop], ordered[:, x.shape[1] - 1 - drop]
+        if not drop:
+            return x.amin(1), x.amax(1)
+        x = x.transpose(1, 2).contiguous()
+        low, high = (x.topk(drop + 1, dim=-1, largest=largest, sorted=False).values for largest in (False, True))
+        return low.amax(-1), high.amin(-1)
 
     def to_codes(self, grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, params: Params) -> torch.Tensor:
         """The code (uint8) of the level nearest to each element."""
@@ -187,7 +199,13 @@ class Grouped(Codec):
         tokens, channels = x.shape[-2:]
         count = outliers.entries(self.outliers, tokens, channels)
         if self.static:
-            scale, zero = (params[name][:, None, None] for name in ("scale", "zero"))  # [H, 1, 1, D]
+            heads, held = x.shape[-4] if x.ndim > 3 else 1, tuple(params["scale"].shape)
+            if held != (heads, channels):
+                raise ValueError(
+                    f"the static scales of {self} are for {held[0]} heads of {held[1]} channels, "
+                    f"not for {heads} of {channels}: they were taken from another layer or model"
+                )
+            scale, zero = (params[name].to(x.device)[:, None, None] for name in ("scale", "zero"))  # [H, 1, 1, D]
             packed = {"codes": bitpack.pack(self.to_codes(x, scale, zero, params), self.bits)}
             if count:
                 index, value = outliers.pick(x - self._decode_dense(packed, params), count)

@@ -65,6 +65,9 @@ class NonUniform(Grouped):
 
     def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
         params = super().fit(samples, weights)
+        if self.per == "channel" and not self.static:  # whole groups
+            whole = samples.shape[-2] // self.group * self.group
+            samples, weights = samples[..., :whole, :], None if weights is None else weights[..., :whole, :]
         x = samples.float()
         error = torch.ones_like(x) if weights is None else weights.float()
         if self.static:
@@ -76,24 +79,32 @@ class NonUniform(Grouped):
             grouped, dim = groups.split(x, self.per, self.group)
             error, _ = groups.split(error, self.per, self.group)
             real = groups.weights(channels, self.per, self.group, x.device)
-            count = outliers.entries(self.outliers, tokens, channels)
+            count = round(self.outliers * tokens * channels)  # of a sample, which is longer than a block
             chosen = outliers.find(grouped, dim, count, real) if count else None
             scale, zero = self.choose(grouped, dim, real, chosen)
             levels = affine.to_levels(grouped, scale, zero)
             inside = torch.ones_like(levels, dtype=torch.bool) if chosen is None else ~chosen
             if real is not None:
                 inside &= real > 0
-        scale = scale.float().expand_as(levels)
-        table = kmeans.fit(levels[inside], (error * scale.square())[inside], 2**self.bits)
+        # Relative to the largest: squares of 1e30 overflow, and those of 1e-30 vanish. Weight 0 rather than a selection
+        # gives the same sums at a third of the time.
+        stretch = scale.float() / affine.safe_divisor(scale.abs().amax())
+        table = kmeans.fit(levels, (error * stretch.square()).mul_(inside), 2**self.bits)
         params["table"] = table
         if self.qnorm:
             before, after = levels[inside], table[codebook.nearest(levels[inside], table).long()]
-            stretch = before.std() / after.std().clamp(min=1e-12)
-            params["levels"] = table * stretch + before.mean() - after.mean() * stretch
+            ratio = before.std(correction=0) / after.std(correction=0).clamp(min=1e-12)
+            params["levels"] = table * ratio + before.mean() - after.mean() * ratio
         return params
 
     def table(self, params: Params) -> torch.Tensor:
         return params["levels" if self.qnorm else "table"]
+
+    def choose(
+        self, grouped: torch.Tensor, dim: int, weights: torch.Tensor | None, chosen: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # A fitted table need not have a level of 1, by which constant groups are exact elsewhere.
+        return affine.choose_qparams(grouped, dim, *self.span, outside=chosen, exact_constants=False)
 
     def to_codes(self, grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, params: Params) -> torch.Tensor:
         return codebook.nearest(affine.to_levels(grouped, scale, zero), params["table"].to(grouped.device))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from pathlib import Path
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -25,9 +25,10 @@ from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration, load_calibration
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
-from kvbits.hf.rotary import forget, rotaries
+from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.numerics.modes import outside_graphs
+from kvbits.rotary import Rotary
 from kvbits.scheme import Scheme
 
 _ATTRIBUTE = "_kvbits_attachment"
@@ -76,7 +77,7 @@ def cache_for(
     if model.device.type == "cpu":
         native.warn_if_missing()
     turning = rotaries(model) if scheme.pre_rope or scheme.centred else None
-    layers, columns = list(_stock_layers(model)), Columns(turning)
+    layers, columns = list(_stock_layers(model)), Columns(turning, strict=scheme.pre_rope)
     # Keys and values of a picture (Mllama) are no columns of the text: these layers stay the model's own.
     crossing = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
     for index, stock in enumerate(layers):
@@ -90,7 +91,7 @@ def cache_for(
         if type(stock) is DynamicLayer or slides:
             name = f"layer {index}"
             known = ({}, {}) if learned is None else learned.of_layer(index, own)
-            rotary = None if turning is None else turning[index]
+            rotary = None if turning is None else _rotary_of(turning, index, own)
             layers[index] = PackedLayer(LayerCache(own, window, name, rotary, known), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
         hint = "pass sliding=True to pack such layers too"
@@ -106,6 +107,19 @@ def cache_for(
         )
     attach(model)
     return KVCache(layers, scheme, columns)
+
+
+def _rotary_of(turning: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
+    """How a layer's keys are rotated; None where they are not, or where a scheme can do without knowing."""
+    try:
+        return turning[layer]
+    except Unrotatable as error:
+        if scheme.pre_rope:
+            raise
+        warnings.warn(
+            f"{error}; their mean is taken as they come, and less of it is constant", UserWarning, stacklevel=3
+        )
+        return None
 
 
 def _calibration_of(
@@ -211,7 +225,7 @@ def enable(
     if calibration is not None and not isinstance(calibration, Calibration):
         calibration = load_calibration(calibration)
     # Refuses now rather than at the first call.
-    cache_for(model, scheme or RECOMMENDED, sliding=sliding, calibration=calibration)
+    cache_for(model, scheme or "int4", sliding=sliding, calibration=calibration)
     attachment = attach(model)
     attachment.scheme, attachment.sliding, attachment.calibration = scheme, sliding, calibration
     if hasattr(model, _PrepareCache.name):

@@ -27,12 +27,13 @@ class Columns:
     columns are text whether or not its model hands a mask to the cache (none does) or to attention.
 
     Args:
-        rotaries: given where the scheme turns keys back; only then does :attr:`rows` follow their positions.
+        rotaries: given where the scheme turns keys or their mean; only then does :attr:`rows` follow their positions.
+        strict: refuse positions that keys cannot be turned back by, rather than do as if they went on by one.
     """
 
-    def __init__(self, rotaries: Rotaries | None = None) -> None:
+    def __init__(self, rotaries: Rotaries | None = None, strict: bool = False) -> None:
         self.rows = Rows()
-        self.rotaries = rotaries
+        self.rotaries, self.strict = rotaries, strict
         self.forward = 0
         self._mask: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
@@ -109,7 +110,7 @@ class Columns:
         given, self._positions = self._positions, None
         before = self.rows.columns
         epoch = rotaries.epoch(self.rows.last_epoch, before + added, added)
-        positions = None if given is None else _plane(given, batch, added, text)
+        positions = None if given is None else _plane(given, batch, added, text, self.strict)
         if positions is None and (text is not None or self.rows.valid is not None or self.rows.runs is not None):
             positions = torch.arange(before, before + added)[None]  # how all models count, padding included
         return self.rows.extend(batch, added, text, positions, epoch)
@@ -120,11 +121,13 @@ class Columns:
         return rows
 
 
-def _plane(positions: torch.Tensor, batch: int, added: int, text: torch.Tensor | None) -> torch.Tensor | None:
+def _plane(
+    positions: torch.Tensor, batch: int, added: int, text: torch.Tensor | None, strict: bool
+) -> torch.Tensor | None:
     """The positions of a call as int64 ``[B or 1, added]``; None where they are of some other kind.
 
     Raises:
-        ValueError: where text has positions of several dimensions, as pictures do in Qwen2-VL, that differ.
+        ValueError: if ``strict`` and text has positions of several dimensions, as pictures do in Qwen2-VL, that differ.
     """
     if positions.ndim < 2:
         positions = positions.reshape(1, -1)
@@ -133,7 +136,7 @@ def _plane(positions: torch.Tensor, batch: int, added: int, text: torch.Tensor |
         differ = (planes != planes[:1]).any(0)
         if text is not None:
             differ = differ & text.to(differ.device)
-        if bool(differ.any()):
+        if strict and bool(differ.any()):
             raise ValueError(
                 "this call has positions of several dimensions (of a picture or a film), and keys rotated by them "
                 "cannot be turned back; use a scheme that stores keys as they come"

@@ -152,16 +152,17 @@ class _Watch:
     """Notices when a rotary module replaces its frequencies, or writes others over them."""
 
     def __init__(self, match: _Match) -> None:
-        self.module, self.name, self.sign = match.source.module, match.source.name, match.sign
+        # A table never changes, and its module may have weights, which no pickled cache should carry.
+        self.module = None if match.source.table else match.source.module
+        self.name, self.sign = match.source.name, match.sign
         self.frequencies = match.sign * match.source.frequencies
-        self.fixed = match.source.table
         self._seen: torch.Tensor | None = None
         self._version = 0
 
     def changed(self) -> bool:
         """Whether the frequencies are others than at the last look."""
-        held = self.module._buffers.get(self.name)
-        if self.fixed or held is None:
+        held = None if self.module is None else self.module._buffers.get(self.name)
+        if held is None:
             return False
         version = -1 if held.is_inference() else held._version  # inference tensors do not count their versions
         if held is self._seen and version == self._version and version >= 0:

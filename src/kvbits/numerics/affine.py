@@ -16,6 +16,9 @@ ZERO_DTYPE = torch.float16
 STEP_FLOOR = 2.0**-10
 """Smallest scale, relative to the largest magnitude of the group: keeps ``zero`` well inside fp16."""
 
+FINE_STEP_FLOOR = 2.0**-16
+"""The same beside a float32 zero, which it keeps exact to 2**-8 of a level."""
+
 
 def round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round ``x >= 0`` to ``dtype``, never below ``x``, so that a rounded scale still covers its range."""
@@ -36,14 +39,17 @@ def choose_qparams(
     bottom: float,
     top: float,
     outside: torch.Tensor | None = None,
+    exact_constants: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero over ``dim`` (kept as size 1) that map the group's range onto levels ``bottom .. top``.
 
     Args:
         x: finite float32, any shape.
         dim: the dimension that a group runs along.
-        bottom, top: lowest and highest level; level 1.0 must be among the levels.
+        bottom, top: lowest and highest level.
         outside: bool, as ``x``: elements that the range need not cover; a group of nothing else covers 0.
+        exact_constants: level 1.0 is among the levels, and constant groups are stored by it. Else they have a range
+            like others, of at least ``STEP_FLOOR`` of their magnitude.
 
     Returns:
         ``(scale, zero)`` in bfloat16 and float16. Codes are chosen against these *rounded* values, so rounding costs
@@ -57,7 +63,7 @@ def choose_qparams(
         high = x.masked_fill(outside, -torch.inf).amax(dim, keepdim=True)
         nothing = outside.all(dim, keepdim=True)
         low, high = low.masked_fill(nothing, 0), high.masked_fill(nothing, 0)
-    return qparams_of_range(low, high, bottom, top)
+    return qparams_of_range(low, high, bottom, top, exact_constants=exact_constants)
 
 
 def qparams_of_range(
@@ -67,11 +73,13 @@ def qparams_of_range(
     top: float,
     scale_dtype: torch.dtype = SCALE_DTYPE,
     zero_dtype: torch.dtype = ZERO_DTYPE,
+    exact_constants: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`choose_qparams`, from the float32 ranges themselves, into dtypes of one's choice."""
     span = top - bottom
-    step = torch.maximum(high / span - low / span, torch.maximum(high, -low) * STEP_FLOOR)
-    constant = low == high
+    floor = STEP_FLOOR if zero_dtype == ZERO_DTYPE else FINE_STEP_FLOOR
+    step = torch.maximum(high / span - low / span, torch.maximum(high, -low) * floor)
+    constant = (low == high) & exact_constants
     # Adding 0 makes a scale of -0 one of 0: which of both the minimum of zeros is depends on who takes it.
     scale = torch.where(constant, low.to(scale_dtype), round_up(step, scale_dtype)) + 0.0
     low_level = torch.where(constant, 1.0, bottom)

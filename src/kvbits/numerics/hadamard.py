@@ -31,6 +31,7 @@ def signs(channels: int) -> torch.Tensor:
 def transform(x: torch.Tensor) -> torch.Tensor:
     """Fast Walsh-Hadamard transform of the last dimension, orthonormal, in blocks: ``D log2(block)`` additions."""
     block = block_of(x.shape[-1])
+    unit: float = block**-0.5
     out = x.unflatten(-1, (-1, block))
     width = 1
     while width < block:
@@ -38,7 +39,8 @@ def transform(x: torch.Tensor) -> torch.Tensor:
         first, second = pair[..., 0, :], pair[..., 1, :]
         out = torch.stack([first + second, first - second], dim=-2).flatten(-3)
         width *= 2
-    return out.flatten(-2) * block**-0.5
+    flat: torch.Tensor = out.flatten(-2)
+    return flat * unit
 
 
 @functools.cache
