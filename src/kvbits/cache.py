@@ -565,9 +565,7 @@ class LayerCache:
                     fresh[row, :, begin : begin + tokens] = narrow(decoded, buffer.dtype)
                 recent = cut.held - begin - tokens
                 fresh[row, :, begin + tokens : cut.held] = buffer[row, :, begin : begin + recent]
-                if (
-                    cut.back
-                ):  # late sinks until now, which lay behind those that remain: between the tokens of the block
+                if cut.back:  # they belong between the tokens of that block
                     rank = self._ranks(cut)
                     fresh[row, :, begin : cut.held] = fresh[row, :, begin : cut.held].index_select(1, rank)
             restored.append(fresh)
