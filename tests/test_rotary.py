@@ -295,7 +295,7 @@ class Reader:
 
     def new_cache(self) -> KVCache:
         cache = kvbits.cache_for(self.model, "exact")
-        cache.columns.rotaries = rotaries(self.model)
+        cache.columns.rotaries, cache.columns.strict = rotaries(self.model), True
         return cache
 
     @property
@@ -716,3 +716,34 @@ def test_rows_follow_any_positions() -> None:
             for row, places in enumerate(right):
                 positions, epochs = rows.positions(row, torch.arange(len(places)))
                 assert list(zip(positions.tolist(), epochs.tolist(), strict=True)) == places
+
+
+# -- schemes that can do without ---------------------------------------------------------------------------------------
+
+
+def test_a_mean_is_taken_as_keys_come_where_their_rotation_is_not_known() -> None:
+    """``centred`` says so and goes on; ``pre-rope`` refuses."""
+    model = zoo.build("roformer")
+    with pytest.warns(UserWarning, match=r"RoFormer.*their mean is taken as they come"):
+        cache = kvbits.cache_for(model, "lm4,centred,residual=0,block=32")
+    assert all(layer.core.rotary is None for layer in cache.packed_layers)
+    ids, _ = left_padded(45)
+    with torch.no_grad():
+        exact = model(input_ids=ids, use_cache=True).logits
+        for chunk in ids.split(40, dim=1):
+            found = model(input_ids=chunk, use_cache=True, **{cache_name(model): cache}).logits
+    assert cache.packed_layers[0].core.store.longest == 1
+    assert torch.allclose(found[:, -1], exact[:, -1], atol=0.3) and not torch.equal(found[:, -1], exact[:, -1])
+    with pytest.raises(Unrotatable, match="RoFormer"):
+        kvbits.cache_for(model, "nf4,pre-rope")
+
+
+def test_positions_of_pictures_do_not_stop_a_centred_scheme() -> None:
+    model = zoo.build("qwen2-vl")
+    cache = kvbits.cache_for(model, "lm4,centred,residual=0,block=32")
+    ids, _ = left_padded()
+    positions = torch.arange(ids.shape[1]).expand(3, len(ids), -1).clone()
+    positions[1, :, 3] += 7
+    with torch.no_grad():
+        model(input_ids=ids, position_ids=positions, use_cache=True, **{cache_name(model): cache})
+    assert cache.get_seq_length() == ids.shape[1]

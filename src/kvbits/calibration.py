@@ -95,6 +95,7 @@ def calibrate(
     samples: int = SAMPLES,
     length: int = LENGTH,
     sinks: int = SINK_TOKENS,
+    weighted: bool = True,
     out: str | Path | None = None,
     checkpointing: Checkpointing = "auto",
     keep_samples: bool = False,
@@ -110,6 +111,7 @@ def calibrate(
         tokenizer: the model's, for text.
         samples, length: how many windows of how many tokens, evenly spaced over the text.
         sinks: first tokens of each sample that are left out, because the cache keeps them exact.
+        weighted: weigh errors by the squared gradients of the loss; False, for comparison: all the same.
         out: folder for the result. If it holds one of the same model and text, what is missing there is added; if a
             run was interrupted there, it goes on. None keeps nothing on disk.
         checkpointing: compute activations twice: ``on``, ``off``, or ``auto``, where memory would not do otherwise.
@@ -140,6 +142,7 @@ def calibrate(
         "samples": ids.shape[0],
         "length": ids.shape[1],
         "sinks": sinks,
+        "weighted": weighted,
     }
     before = None if out is None else _earlier(Path(out), about)
     with tempfile.TemporaryDirectory(prefix="kvbits-") as spare:
@@ -274,7 +277,7 @@ class _Job:
         keys = Samples(self.files, layer, "key", sinks, interleaved, device)
         values = Samples(self.files, layer, "value", sinks, None, device)
         found = {} if why is not None else {f"{layer}.key.mean": keys.mean.cpu()}
-        return {**found, **fit_layer({"key": keys, "value": values}, layer, fits)}
+        return {**found, **fit_layer({"key": keys, "value": values}, layer, fits, self.about["weighted"])}
 
 
 def _schemes(scheme: str | Scheme | Sequence[str | Scheme] | None) -> list[Scheme] | None:

@@ -48,14 +48,16 @@ class Fit:
         return calibration.has(layer, self.side, self.codec, pre_rope=self.pre_rope, centred=self.centred)
 
 
-def fit_layer(sides: Mapping[Side, Samples], layer: int, fits: Sequence[Fit]) -> dict[str, torch.Tensor]:
+def fit_layer(
+    sides: Mapping[Side, Samples], layer: int, fits: Sequence[Fit], weighted: bool = True
+) -> dict[str, torch.Tensor]:
     """Parameters of one layer under their names in :mod:`kvbits.files`, float32 on the CPU."""
     found = {}
     for form, group in itertools.groupby(sorted(fits, key=lambda fit: fit.form), key=lambda fit: fit.form):
         side, pre_rope, centred, rotates = form
         x, weights = sides[side].form(pre_rope, centred, rotates)
         for fit in group:
-            params = fit.codec.fit(*(_blocks(fit.codec, part) for part in (x, weights)))
+            params = fit.codec.fit(_blocks(fit.codec, x), _blocks(fit.codec, weights) if weighted else None)
             found.update({fit.prefix(layer) + name: value.float().cpu() for name, value in params.items()})
     return found
 

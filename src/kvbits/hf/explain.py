@@ -91,7 +91,7 @@ def explain(
 
 def _explain(model: PreTrainedModel, scheme: Scheme, options: dict[str, Any]) -> Explanation:
     # The same codecs, with nothing kept back: one block of tokens is then enough to have packed history.
-    probe = replace(scheme, residual=0, sinks=0) if scheme.packs else scheme
+    probe = replace(scheme, residual=0, sinks=0, late_sinks=0) if scheme.packs else scheme
     cache = cache_for(model, probe, **options)
     for layer in cache.packed_layers:
         layer.trace.asked = True
