@@ -90,9 +90,11 @@ struct IntegerLevels {
     float offset(const Halves& x) const { return base * x.total + unit * middle * x.rest; }
 };
 
-// Sums of the products of codes with the halves of N rows, exact, in each lane.
-template <class I, int N, int PLANES, bool TABLE> struct IntegerSums {
-    typename I::i32 top[N] = {}, bottom[N] = {};
+// Sums of the products of codes with the halves of N rows, exact, in each lane. Of the products with levels of a table,
+// those of both low bytes are below the accuracy where factors have nothing in common, as those of a query. Weights of
+// many tokens may all be the same, so that what is left out adds up: EXACT has them too.
+template <class I, int N, int PLANES, bool TABLE, bool EXACT> struct IntegerSums {
+    typename I::i32 top[N] = {}, bottom[N] = {}, lowest[N] = {};
 
     // Four codes in each lane, times the factors of every row from byte `at` on.
     void add(typename I::u32 codes, const uint8_t* const* high, const uint8_t* const* low, int at, const IntegerLevels& levels) {
@@ -104,10 +106,11 @@ template <class I, int N, int PLANES, bool TABLE> struct IntegerSums {
         }
         for (int n = 0; n < N; ++n) {
             const i32 h = splat<i32>(load<int32_t>(high[n] + at)), l = splat<i32>(load<int32_t>(low[n] + at));
-            if constexpr (TABLE) {  // the product of both low bytes is below the accuracy
+            if constexpr (TABLE) {
                 top[n] = I::template dot<true>(top[n], level_high, h);
                 bottom[n] = I::template dot<true>(bottom[n], level_high, l);
                 bottom[n] = I::template dot<true>(bottom[n], level_low, h);
+                if constexpr (EXACT) lowest[n] = I::template dot<true>(lowest[n], level_low, l);
             } else {
                 top[n] = I::template dot<PLANES == 0>(top[n], (i32)codes, h);
                 bottom[n] = I::template dot<PLANES == 0>(bottom[n], (i32)codes, l);
@@ -118,6 +121,7 @@ template <class I, int N, int PLANES, bool TABLE> struct IntegerSums {
     typename I::f32 value(int n) const {
         using f32 = typename I::f32;
         const f32 t = __builtin_convertvector(top[n], f32), b = __builtin_convertvector(bottom[n], f32);
+        if constexpr (TABLE && EXACT) return t * 65536.0f + (b * 256.0f + __builtin_convertvector(lowest[n], f32));
         return TABLE ? t * 65536.0f + b * 256.0f : t * 256.0f + b;
     }
 };

@@ -19,7 +19,7 @@ KVBITS_STAGE void integer_dots(const Tiles& tiles, int first_tile, int count, in
     for (int v = 0; v < vectors; v += M) {
         const int here = vectors - v < M ? vectors - v : M;
         tiles.fetch(first_tile * parts + v, here, tiles.tiles * parts);
-        IntegerSums<I, N, PLANES, TABLE> sums[M];
+        IntegerSums<I, N, PLANES, TABLE, false> sums[M];
         Tile tile[M];
         for (int m = 0; m < M; ++m) {
             const int vector = v + (m < here ? m : 0);

@@ -12,7 +12,7 @@ template <class I, int N, int M, int PLANES, bool TABLE, class F>
 KVBITS_STAGE void integer_sums(const Tiles& tiles, int first, int last, int word, const uint8_t* const* high, const uint8_t* const* low,
                          const IntegerLevels& levels, F&& f) {
     tiles.fetch(word / I::W, M, tiles.words / I::W);
-    IntegerSums<I, N, PLANES, TABLE> sums[M];
+    IntegerSums<I, N, PLANES, TABLE, true> sums[M];
     for (int t = first; t < last; ++t) {
         const Tile tile = tiles[t];
         for (int m = 0; m < M; ++m)

@@ -925,6 +925,15 @@ def test_any_magnitude(scale: float, stored: str, isa: str) -> None:
 
 
 @each_isa
+@pytest.mark.parametrize("stored", ("lm3", "nf4", "nuq3-token", "int4"))
+def test_weights_that_are_all_alike(stored: str, isa: str) -> None:
+    """What is rounded off each of them is alike as well, and adds up beside values that cancel."""
+    shape = Shape(1, 2, 64, 64)
+    view = cached_view(shape, (3000, 1), f"{stored},{SMALL}", batch=1)
+    assert_native(Call(query_for(view, shape, 1) * 1e-3, view, 0.125))
+
+
+@each_isa
 @pytest.mark.parametrize("stored", ("kivi4", "int8", "int3", "nf4", "fp8"))
 def test_keys_and_values_far_from_zero(stored: str, isa: str) -> None:
     """Zeros far outside the range of the codes must cancel, not drown the rest."""

@@ -62,7 +62,7 @@ def why_not_view(view: KVView) -> list[str]:
     if view.blocks.record.tokens > 4096:
         reasons.append(f"blocks of {view.blocks.record.tokens} tokens are longer than 4096")
     if not reasons and (refused := _layout(view).refused):
-        reasons.append(f"{view.scheme}: {refused}")
+        reasons.append(f"{view.scheme.key} keys and {view.scheme.value} values: {refused}")
     return reasons
 
 
