@@ -126,7 +126,7 @@ class LayerCache:
         self.store: BlockStore | None = None
         self.key_params, self.value_params = self.learned
         self.fitted = (False, False)
-        self._transformed: tuple[object, Transform, Transform] | None = None
+        self._transformed: tuple[Transform, Transform, object] | None = None
         self.warned: set[str] = set()
         self.dropped = 0
 
@@ -331,10 +331,10 @@ class LayerCache:
         """What is done to keys and values before they are encoded, for ``blocks`` blocks of every row."""
         assert self.keys is not None and self.values is not None
         scheme, device, mean = self.scheme, self.keys.device, key_params.get("mean")
-        state = (mean, rows.runs, rows.first_epoch, self.dropped, blocks)
+        place = (rows.runs, rows.first_epoch, self.dropped, blocks)
         held = self._transformed
-        if held is not None and all(a is b or (a is not mean and a == b) for a, b in zip(held[0], state, strict=True)):
-            return held[1], held[2]
+        if held is not None and held[0].mean is mean and held[2] == place:
+            return held[0], held[1]
         rotations = [
             hadamard.rotation(buffer.shape[3]).to(device) if codec.rotates else None
             for codec, buffer in ((scheme.key, self.keys), (scheme.value, self.values))
@@ -343,7 +343,7 @@ class LayerCache:
         if self.rotary is not None and blocks:
             rope = self.rotary.rope(rows, self.sinks + self.dropped, scheme.block, blocks, device)
         pair = Transform(mean, rotations[0], rope, whole=scheme.pre_rope), Transform(rotation=rotations[1])
-        self._transformed = (state, *pair)
+        self._transformed = (*pair, place)
         return pair
 
     def _encode(
