@@ -29,6 +29,7 @@ FLOORS = {
     "kvbits.store": 2.0,
     "kvbits.late": 2.05,
     "kvbits.scheme": 2.1,
+    "kvbits.pages": 2.2,
     "kvbits.library": 2.2,
     "kvbits.attend": 3,
     "kvbits.encode": 3,
