@@ -16,6 +16,7 @@ try:
     from rich import progress
     from rich.console import Console
     from rich.markdown import Markdown
+    from rich.markup import escape
     from rich.table import Table
 
     from kvbits import __version__, pages
@@ -102,7 +103,8 @@ def schemes(
     for column in ("scheme", "bits", "stored", "source", "when"):
         table.add_column(column, justify="right" if column == "bits" else "left")
     for entry in CATALOGUE:
-        table.add_row(entry.name, _bits(Scheme.parse(entry.name)), entry.formula, entry.paper, entry.advice)
+        texts = map(escape, (entry.formula, entry.paper, entry.advice))
+        table.add_row(entry.name, _bits(Scheme.parse(entry.name)), *texts)
     out.print(table)
     aliases = Table(title="names that stand for whole schemes")
     for column in ("name", "bits", "stands for", "when"):
@@ -112,8 +114,8 @@ def schemes(
     out.print(aliases)
     grammar = textwrap.dedent((grammar_of_schemes or "").split("::\n", 1)[1]).strip()
     out.print(
-        f"{grammar}\n\nEach grouped name also with -gs32, -gs64, -gs128 (elements that share a scale) and, but for hqq, "
-        "-1% (outliers).\nPages: kvbits schemes NAME, with any scheme, or one of "
+        f"{grammar}\n\nEach grouped name also with -gs32, -gs64, -gs128 (elements that share a scale) and, but for "
+        "hqq, -1% (outliers).\nPages: kvbits schemes NAME, with any scheme, or one of "
         f"{', '.join(page.replace('_', '-') for page in pages.MODIFIERS)}.",
         highlight=False,
         markup=False,

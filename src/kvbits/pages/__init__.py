@@ -40,7 +40,7 @@ def read(page: str) -> str:
 
 
 def of_word(word: str) -> str | None:
-    """The page of a modifier or a family of methods, written as in the grammar: ``centred``, ``outliers=1%``, ``nuq``."""
+    """The page of a modifier or a family of methods, such as ``centred``, ``outliers=1%`` or ``nuq``."""
     name = word.strip().lower()
     return None if "," in name else _WORDS.get(name.partition("=")[0])
 
