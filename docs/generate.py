@@ -436,7 +436,8 @@ def attention_speed() -> str:
     what = (
         f"One layer, one query token, {first['tokens']:,} tokens, head_dim {first['head_dim']}, {first['kernel']}; "
         f"`read` is of the {bandwidth / 1e9:.1f} GB/s that a plain sum reads in the same run. Modifiers follow a plus: "
-        "`+pre-rope` is keys stored before the rotary embedding, `+outliers` 1 % of the elements beside the codes."
+        "`+pre-rope` is keys stored before the rotary embedding; `+outliers`, or `-1%`, is 1 % of the elements beside "
+        "the codes."
     )
     return f"{table(head, rows, right=(2, 3, 4, 5, 6, 7))}\n\n{measured_on(data, what)}"
 
