@@ -17,6 +17,7 @@ import kvbits
 import zoo
 from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.rotary import Unrotatable
 
 LOSSLESS = "exact,residual=4,block=32"  # all of the packed machinery, with nothing lost
 QUANTIZED = "int8,residual=4,block=32"
@@ -264,3 +265,36 @@ def test_sliding_layers_never_need_more_than_exact_ones(scheme: str, window: int
         pytest.fail("this one packs")
     else:
         assert scheme == "exact" or window <= 256
+
+
+# -- what is done to keys before they are stored -----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*their mean is taken as they come")
+@pytest.mark.parametrize("change", ("pre-rope", "centred"))
+@pytest.mark.parametrize("name", zoo.SERVED)
+def test_turning_keys_back_and_forth_loses_nothing(name: str, change: str) -> None:
+    """Every rotary variant of the zoo, left-padded, in chunks; families without one store their keys as they come."""
+    model = attached(name)
+    if change == "pre-rope" and name == "roformer":
+        with pytest.raises(Unrotatable):
+            kvbits.cache_for(model, f"{LOSSLESS},{change}")
+        return
+    cache = kvbits.cache_for(model, f"{LOSSLESS},{change}")
+    logits = teacher_forced(model, cache)
+    if cache.packed_layers:
+        assert_packed(cache)
+    assert error(logits, yardstick(name)[0]) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.*their mean is taken as they come")
+@pytest.mark.parametrize("scheme", ("lm4,centred", "k=rot4-channel,v=lm4,centred", "int4-1%"))
+@pytest.mark.parametrize("name", zoo.SERVED)
+def test_new_schemes_run_everywhere(name: str, scheme: str) -> None:
+    model = attached(name)
+    cache = kvbits.cache_for(model, f"{scheme},residual=4,block=32")
+    logits = teacher_forced(model, cache)
+    assert error(logits, yardstick(name)[0]) < 0.35
+    if cache.packed_layers:
+        assert_packed(cache)
+        assert error(logits, yardstick(name)[0]) > 1e-6

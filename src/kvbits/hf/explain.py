@@ -100,8 +100,11 @@ def _explain(model: PreTrainedModel, scheme: Scheme, options: dict[str, Any]) ->
     paths = []
     for index, (layer, real) in enumerate(zip(cache.layers, shown.layers, strict=True)):
         if isinstance(layer, PackedLayer) and isinstance(real, PackedLayer):
-            step = layer.trace.outcome
-            paths.append(LayerPath(index, str(real.core.scheme), step, _why(model, step, layer.trace.kernels)))
+            step, core = layer.trace.outcome, real.core
+            why = _why(model, step, layer.trace.kernels)
+            if core.rotary is None and (core.scheme.pre_rope or core.scheme.centred):
+                why += "; this layer does not rotate its keys in a way to take off: they are stored as they come"
+            paths.append(LayerPath(index, str(core.scheme), step, why))
         else:
             kind = type(real).__name__
             paths.append(LayerPath(index, f"{kind}, exact", "own", "not a full-attention layer: the model's own cache"))
