@@ -9,7 +9,9 @@ Bits, bytes and offsets come from ``Codec.layout``, ``Record`` and a live ``Laye
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
+import functools
 import json
 import sys
 import textwrap
@@ -20,21 +22,38 @@ from typing import Any
 import torch
 
 import kvbits.scheme
+from kvbits import pages
 from kvbits.cache import LayerCache
-from kvbits.catalogue import CATALOGUE, Entry
-from kvbits.codecs import CODECS
+from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, Entry
+from kvbits.codecs import CODECS, Codec
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.numerics import bitpack
-from kvbits.scheme import BLOCK_TOKENS, Scheme
+from kvbits.rotary import Rotary
+from kvbits.scheme import BLOCK_TOKENS, BLOCKS, Scheme
 from kvbits.store import ALIGNMENT_BYTES, Record
 from kvbits.types import Format
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
 DTYPE = torch.bfloat16
 CONTEXTS = (512, 2048, 8192)
 """Lengths at which the tables show what a cache really takes."""
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
+SHOWN: dict[str, tuple[str, ...]] = {
+    "exact": ("exact",),
+    "affine": ("int8", "int4", "int3", "int2", "int4-gs32", "int4-channel", "int4-static", "int4-calibrated"),
+    "kivi": ("kivi4", "k=int3-channel,v=int3-gs32", "kivi2"),
+    "normal_float": ("nf4", "nf3", "nf2", "nf4-gs32", "nf4-channel", "nf4-static"),
+    "half_quadratic": ("hqq8", "hqq4", "hqq3", "hqq2", "hqq4-gs32", "hqq2-channel"),
+    "fp8": ("fp8", "fp8-static", "fp8-calibrated"),
+    "rotated": ("rot4", "rot3", "rot2", "rot4-gs32", "rot4-1%"),
+    "lloyd_max": ("default", "lm4", "lm3", "lm2", "small"),
+    "non_uniform": ("nuq4", "nuq4-1%", "nuq3", "nuq3-1%", "nuq2", "nuq2-1%"),
+    "outliers": ("int4", "int4-0.5%", "int4-1%", "int4-2%", "nuq3", "nuq3-1%"),
+}
+"""What the page of each method counts the bits of."""
+
 CACHE_CONFIGS: tuple[dict[str, object], ...] = (
     {"backend": "quanto"},
     {"backend": "quanto", "nbits": 2},
@@ -67,36 +86,146 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def packed_bits(entry: Entry, head_dim: int) -> float:
     """Bits per element of a packed block, alignment included."""
-    record = Record.of(entry.key, entry.value, BLOCK_TOKENS, head_dim, head_dim, DTYPE)
-    return 8 * record.nbytes / (2 * BLOCK_TOKENS * head_dim)
+    return pair_bits(entry.key, entry.value, BLOCK_TOKENS, head_dim)
 
 
-def live_bits(entry: Entry, tokens: int, head_dim: int = 128) -> float:
+def pair_bits(key: Codec, value: Codec, block: int, head_dim: int) -> float:
+    """The same of any two codecs and blocks."""
+    return 8 * Record.of(key, value, block, head_dim, head_dim, DTYPE).nbytes / (2 * block * head_dim)
+
+
+def live_bits(scheme: str, tokens: int, head_dim: int = 128) -> float:
     """Bits per element that a layer really allocates after a prompt of ``tokens``."""
-    torch.manual_seed(0)
-    cache = LayerCache(Scheme.parse(entry.name))
-    cache.append(*torch.randn(2, 1, 1, tokens, head_dim, dtype=DTYPE))
+    cache = filled(scheme, tokens, head_dim)
     return 8 * sum(cache.nbytes().values()) / cache.elements
+
+
+def filled(scheme: str, tokens: int, head_dim: int) -> LayerCache:
+    """A layer after a prompt of ``tokens``."""
+    torch.manual_seed(0)
+    half = head_dim // 2
+    cache = LayerCache(Scheme.parse(scheme), rotary=Rotary(10_000 ** -(torch.arange(half) / half)))
+    cache.append(*torch.randn(2, 1, 1, tokens, head_dim, dtype=DTYPE))
+    return cache
 
 
 # -- schemes -----------------------------------------------------------------------------------------------------------
 
 
 def readme_schemes() -> str:
-    rows = {}
+    rows: dict[str, list[str]] = {}
+    for name, scheme in ALIASES.items():
+        one = Scheme.parse(scheme)
+        bits = [pair_bits(one.key, one.value, one.block, 128), *(live_bits(name, tokens) for tokens in CONTEXTS)]
+        rows[name] = [code(name), *(f"{b:.2f}" for b in bits), f"{ALIAS_ADVICE[name]}: `{scheme}`"]
     for entries in by_format().values():
-        bits = [packed_bits(entries[0], 128), *(live_bits(entries[0], tokens) for tokens in CONTEXTS)]
-        rows.update({e: [code(e.name), *(f"{b:.2f}" for b in bits), e.advice] for e in entries})
+        bits = [packed_bits(entries[0], 128), *(live_bits(entries[0].name, tokens) for tokens in CONTEXTS)]
+        rows.update({e.name: [code(e.name), *(f"{b:.2f}" for b in bits), e.advice] for e in entries})
     head = ["scheme", "packed", *(f"{tokens:,} tokens" for tokens in CONTEXTS), "when"]
-    return table(head, [rows[entry] for entry in CATALOGUE], right=range(1, 2 + len(CONTEXTS)))
+    order = [*ALIASES, *(entry.name for entry in CATALOGUE)]
+    return table(head, [rows[name] for name in order], right=range(1, 2 + len(CONTEXTS)))
 
 
 def catalogue() -> str:
-    rows = [
-        [code(e.name), f"{packed_bits(e, 64):.2f}", f"{packed_bits(e, 128):.2f}", e.formula, e.paper, e.advice]
-        for e in CATALOGUE
-    ]
-    return table(["scheme", "head_dim 64", "head_dim 128", "stored", "source", "when"], rows, right=(1, 2))
+    rows = []
+    for name, scheme in ALIASES.items():
+        one = Scheme.parse(scheme)
+        bits = [f"{pair_bits(one.key, one.value, one.block, d):.2f}" for d in (64, 128)]
+        rows.append([code(name), *bits, page_link("lloyd_max"), code(scheme), "see its codec", ALIAS_ADVICE[name]])
+    for e in CATALOGUE:
+        (page,), _ = pages.of_scheme(Scheme.parse(e.name))
+        bits = [f"{packed_bits(e, d):.2f}" for d in (64, 128)]
+        rows.append([code(e.name), *bits, page_link(page), e.formula, e.paper, e.advice])
+    return table(["scheme", "head_dim 64", "head_dim 128", "page", "stored", "source", "when"], rows, right=(1, 2))
+
+
+def page_link(page: str) -> str:
+    """A link from ``docs/``."""
+    return f"[{page.replace('_', '-')}](../src/kvbits/pages/{page}.md)"
+
+
+def blocks() -> str:
+    rows = []
+    for block in BLOCKS:
+        scheme = f"lm4,centred,block={block}"
+        cache = filled(scheme, 8000, 64)
+        assert cache.keys is not None
+        bits = [f"{live_bits(scheme, tokens, d):.2f}" for d in (64, 128) for tokens in (2000, 8000)]
+        rows.append([code(scheme), cache.keys.shape[2], *bits])
+    head = ["scheme", "room for exact tokens"]
+    head += [f"head_dim {d}, {tokens:,} tokens" for d in (64, 128) for tokens in (2000, 8000)]
+    note = "Bits per element of everything that a layer allocates, 16-bit model."
+    return f"{table(head, rows, right=range(1, 6))}\n\n{note}"
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def page_bits(page: str) -> str:
+    """Bits per element of packed blocks, part by part."""
+    rows = []
+    for name in SHOWN[page]:
+        scheme = Scheme.parse(name)
+        parts = dict.fromkeys(("codes", "scales", "zeros", "outliers"), 0.0)
+        for codec in (scheme.key, scheme.value):
+            for part in codec.layout(scheme.block, 128, DTYPE):
+                parts[part.role] += 8 * part.nbytes / (2 * scheme.block * 128)
+        totals = [pair_bits(scheme.key, scheme.value, scheme.block, d) for d in (64, 128)]
+        cells = [f"{part:.2f}" if part else "-" for part in parts.values()]
+        rows.append([code(name), *cells, *(f"**{total:.2f}**" for total in totals)])
+    head = ["scheme", "codes", "scales", "zeros", "outliers", "all, head_dim 128", "all, head_dim 64"]
+    rows = [[*row[:5], row[6], row[5]] for row in rows]
+    note = "Bits per element of a packed block, K and V on average; parts at head_dim 128, alignment included in all."
+    return f"{table(head, rows, right=range(1, 7))}\n\n{note}"
+
+
+def page_measured(page: str) -> str:
+    """What of a page's schemes was measured through a model: rows of the ablation, and of the table of quality."""
+    parts = []
+    seen: set[str] = set()
+    for name in ("ablation", "quality"):
+        data = result_if_any(name)
+        rows = [] if data is None else [row for row in rows_of_page(page, data["rows"]) if row["scheme"] not in seen]
+        if data is None or not rows:
+            continue
+        seen |= {row["scheme"] for row in rows}
+        cells = [[code(row["scheme"]), *quality_cells(row)] for row in rows]
+        head = ["scheme", *QUALITY_HEAD]
+        parts.append(f"{table(head, cells, right=range(1, 1 + len(QUALITY_HEAD)))}\n\n{measured_how(data)}")
+    return "\n\n".join(parts) or "Not measured through a model yet."
+
+
+def rows_of_page(page: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the page's schemes; for a modifier those that have it, and the same codecs without."""
+    found: dict[str, tuple[dict[str, Any], bool, tuple[str, str]]] = {}
+    for row in rows:
+        if row["scheme"].startswith("hf:") or row.get("step") == UNWEIGHTED:
+            continue
+        scheme = Scheme.parse(row["scheme"])
+        methods, modifiers = pages.of_scheme(scheme)
+        plain = tuple(str(without(codec)) for codec in (scheme.key, scheme.value))
+        found[row["scheme"]] = (row, page in methods or page in modifiers, (plain[0], plain[1]))
+    pairs = {pair for _, uses, pair in found.values() if uses} if page in pages.MODIFIERS else set()
+    return [row for row, uses, pair in found.values() if uses or pair in pairs]
+
+
+def without(codec: Codec) -> Codec:
+    """A codec without outliers and Q-Norm."""
+    names = {field.name for field in dataclasses.fields(codec)}
+    plain = {"outliers": 0.0, "qnorm": False}
+    return dataclasses.replace(codec, **{name: plain[name] for name in names & plain.keys()})
+
+
+def page_sections(page: str) -> dict[str, Callable[[], str]]:
+    """The generated sections of a page."""
+    sections: dict[str, Callable[[], str]] = {}
+    if page in SHOWN:
+        sections["bits"] = functools.partial(page_bits, page)
+    if page == "sinks":
+        sections["blocks"] = blocks
+    if page not in ("exact", "calibration"):
+        sections["measured"] = functools.partial(page_measured, page)
+    return sections
 
 
 def grammar() -> str:
@@ -220,8 +349,13 @@ def facts() -> str:
 
 def result(name: str) -> dict[str, Any]:
     """What ``bench/<name>.py`` last wrote."""
-    data: dict[str, Any] = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    data: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return data
+
+
+def result_if_any(name: str) -> dict[str, Any] | None:
+    """The same, or None where it has not been run."""
+    return result(name) if (RESULTS / f"{name}.json").is_file() else None
 
 
 def measured_on(data: dict[str, Any], what: str) -> str:
@@ -301,8 +435,9 @@ def attention_speed() -> str:
     first = data["rows"][0]
     what = (
         f"One layer, one query token, {first['tokens']:,} tokens, head_dim {first['head_dim']}, {first['kernel']}; "
-        f"`read` is of the {bandwidth / 1e9:.1f} GB/s that a plain sum reads in the same run. `+pre-rope` (keys stored "
-        "before the rotary embedding) and `+outliers` (1 %) are formats that no scheme uses yet."
+        f"`read` is of the {bandwidth / 1e9:.1f} GB/s that a plain sum reads in the same run. Modifiers follow a plus: "
+        "`+pre-rope` is keys stored before the rotary embedding; `+outliers`, or `-1%`, is 1 % of the elements beside "
+        "the codes."
     )
     return f"{table(head, rows, right=(2, 3, 4, 5, 6, 7))}\n\n{measured_on(data, what)}"
 
@@ -365,7 +500,9 @@ def peak_memory() -> str:
 
 def quality() -> str:
     data = result("quality")
-    head = ("scheme", "KL to exact", "median", "99.9 %", "same top token", "perplexity", "real bits at this length")
+    bits = "bits_at_8000" if "bits_at_8000" in data["rows"][0] else "bits_per_element"
+    what = "bits at 8,000 tokens" if bits == "bits_at_8000" else "real bits at this length"
+    head = ("scheme", "KL to exact", "median", "99.9 %", "same top token", "perplexity", what)
     rows = [
         (
             code(row["scheme"]),
@@ -374,15 +511,75 @@ def quality() -> str:
             f"{row['kl_p999']:.3f}",
             f"{100 * row['top1']:.1f} %",
             f"{row['ppl']:.2f} ± {row['ppl_se']:.2f}",
-            "" if row["bits_per_element"] is None else f"{row['bits_per_element']:.1f}",
+            "" if row[bits] is None else f"{row[bits]:.{2 if bits == 'bits_at_8000' else 1}f}",
         )
         for row in data["rows"]
     ]
-    what = (
-        f"Model {data['model']} in {data['dtype']}, {data['text']}, {data['windows']} windows of {data['length']} "
-        f"tokens in chunks of {data['chunk']}; `hf:dynamic` is the noise floor."
+    return f"{table(head, rows, right=range(1, 7))}\n\n{measured_how(data, '`hf:dynamic` is the noise floor.')}"
+
+
+QUALITY_HEAD = ("KL to exact", "perplexity", "same top token", "bits at 8,000 tokens")
+UNWEIGHTED = "without sensitivity"
+"""The step of ``bench/ablation.py`` whose tables were fitted without weights."""
+
+
+def quality_cells(row: dict[str, Any]) -> list[str]:
+    """Cells of :data:`QUALITY_HEAD`."""
+    spread, bits = row.get("kl_se"), row.get("bits_at_8000")
+    return [
+        f"{abs(row['kl_mean']):.5f}" + ("" if spread is None else f" ± {spread:.5f}"),
+        f"{row['ppl']:.2f} ± {row['ppl_se']:.2f}",
+        f"{100 * row['top1']:.1f} %",
+        "" if bits is None else f"{bits:.2f}",
+    ]
+
+
+def measured_how(data: dict[str, Any], more: str = "") -> str:
+    """A note on how quality was measured."""
+    dtype = data.get("dtype", "float32")
+    fitted = f"; calibrated on {data['calibration']}" if "calibration" in data else ""
+    text = (
+        f"Model {data['model']} in {dtype}, {data['text']}, {data['windows']} windows of {data['length']} tokens in "
+        f"chunks of {data['chunk']}{fitted}."
     )
-    return f"{table(head, rows, right=range(1, 7))}\n\n{measured_on(data, what)}"
+    return measured_on(data, f"{text[:-1]}; {more}" if more else text)
+
+
+def missing(name: str, command: str) -> str:
+    """What stands in the place of a table that nobody has measured."""
+    return f"Not measured yet: `{command}` writes `{name}.json`, and `python docs/generate.py` the table."
+
+
+def ablation() -> str:
+    data = result_if_any("ablation")
+    if data is None:
+        return missing("ablation", "python bench/ablation.py")
+    parts = []
+    for bits in dict.fromkeys(row["bits"] for row in data["rows"]):
+        own = [row for row in data["rows"] if row["bits"] == bits]
+        steps = [row for row in own if row["step"]]
+        others = [row for row in own if not row["step"]]
+        parts.append(f"### {bits} bits, one idea after the other")
+        head = ["with", "scheme", *QUALITY_HEAD]
+        cells = [[row["step"], code(row["scheme"]), *quality_cells(row)] for row in steps]
+        parts.append(table(head, cells, right=range(2, 2 + len(QUALITY_HEAD))))
+        parts.append(f"### {bits} bits, without calibration")
+        cells = [[code(row["scheme"]), *quality_cells(row)] for row in others]
+        parts.append(table(["scheme", *QUALITY_HEAD], cells, right=range(1, 1 + len(QUALITY_HEAD))))
+    return "\n\n".join([*parts, measured_how(data, "`hf:dynamic` is the noise floor.")])
+
+
+def altered() -> str:
+    data = result_if_any("altered")
+    if data is None:
+        return missing("altered", "python bench/ablation.py --altered")
+    models = list(dict.fromkeys(row["altered"] for row in data["rows"]))
+    cells: dict[str, dict[str, str]] = {}
+    for row in data["rows"]:
+        cells.setdefault(row["scheme"], {})[row["altered"]] = f"{abs(row['kl_mean']):.5f}"
+    rows = [[code(scheme), *(found.get(model, "") for model in models)] for scheme, found in cells.items()]
+    note = measured_how(data, "KL to the exact cache of the same model.")
+    return f"{table(['scheme', *models], rows, right=range(1, 1 + len(models)))}\n\n{note}"
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
@@ -401,6 +598,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "spellings": spellings,
         "cache_config": cache_configs,
     },
+    "docs/decisions.md": {"blocks": blocks, "ablation": ablation, "altered": altered},
     "docs/formats.md": {
         "formats": formats,
         "bits": bit_map,
@@ -408,6 +606,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "records": records,
         "head_dims": head_dims,
     },
+    **{f"src/kvbits/pages/{page}.md": page_sections(page) for page in (*pages.METHODS, *pages.MODIFIERS)},
 }
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import json
 import re
 import shutil
 import sys
@@ -22,10 +23,13 @@ import kvbits.catalogue
 import kvbits.codecs
 import kvbits.scheme
 import zoo
-from kvbits.catalogue import CATALOGUE
+from kvbits import pages
+from kvbits.catalogue import ALIASES, CATALOGUE
+from kvbits.codecs import CODECS
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+METHOD_PAGES = sorted((ROOT / "src" / "kvbits" / "pages").glob("*.md"))
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *METHOD_PAGES])
 ids = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -115,7 +119,7 @@ def test_readme_hub_snippet_is_python() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["journey", "schemes"])
+@pytest.mark.parametrize("name", ["calibration", "journey", "schemes"])
 def test_snippets_run(name: str) -> None:
     page = ROOT / "docs" / f"{name}.md"
     torch.manual_seed(0)
@@ -125,8 +129,8 @@ def test_snippets_run(name: str) -> None:
 
 
 def test_every_runnable_snippet_has_a_test() -> None:
-    pages = {page.name for page in PAGES if python(page)}
-    assert pages == {"README.md", "journey.md", "schemes.md", "add-a-method.md"}
+    names = {page.name for page in PAGES if python(page)}
+    assert names == {"README.md", "calibration.md", "journey.md", "schemes.md", "add-a-method.md"}
 
 
 class Example:
@@ -228,7 +232,7 @@ def test_names_of_files_and_of_the_package_exist(page: Path) -> None:
         assert exists(name), f"kvbits.{name}"
     places = (ROOT, ROOT / "src" / "kvbits")
     for name in re.findall(r"`((?:[\w.]+/)*[\w-]+\.(?:py|md|txt|toml))`", text):
-        if name != "src/kvbits/codecs/clipped.py":
+        if name not in ("src/kvbits/codecs/clipped.py", "src/kvbits/pages/clipped.md"):
             assert any((place / name).is_file() for place in places), name
 
 
@@ -317,8 +321,121 @@ def test_a_stale_section_is_noticed_and_rewritten(
     assert copy.read_text(encoding="utf-8") == good
 
 
+def test_tables_of_quality_wait_for_their_measurement(
+    generate: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    assert "Not measured yet" in generate.ablation() and "Not measured yet" in generate.altered()
+    assert generate.page_measured("lloyd_max") == "Not measured through a model yet."
+
+    def row(scheme: str, kl: float, **more: Any) -> dict[str, Any]:
+        figures = {"kl_mean": kl, "kl_se": kl / 10, "top1": 0.5, "ppl": 9.0, "ppl_se": 0.5, "bits_at_8000": 4.5}
+        return {"scheme": scheme, **figures, **more}
+
+    about = {"model": "m", "windows": 4, "length": 1024, "chunk": 16, "text": "t", "calibration": "c, 16 x 512 tokens"}
+    keys = ("processor", "cores", "torch", "transformers", "date", "command")
+    about["setting"] = dict.fromkeys(keys, "x")
+    rows = [
+        row("hf:dynamic", 0.0, bits=2, step=None, bits_at_8000=None),
+        row("nuq2-1%", 0.25, bits=2, step="1 % outliers"),
+        row("lm2", 0.75, bits=2, step=None, kl_se=None),
+        row("lm2,centred,block=64", 0.375, bits=2, step=None),
+        row("nuq2-1%", 0.125, bits=2, step=generate.UNWEIGHTED),
+    ]
+    (tmp_path / "ablation.json").write_text(json.dumps({**about, "rows": rows}))
+    text = generate.ablation()
+    assert "### 2 bits, one idea after the other" in text and "calibrated on c, 16 x 512 tokens" in text
+    assert "| 1 % outliers | `nuq2-1%` | 0.25000 ± 0.02500 | 9.00 ± 0.50 | 50.0 % | 4.50 |" in text
+    assert "| without sensitivity | `nuq2-1%` | 0.12500" in text and "| `lm2` | 0.75000 |" in text
+
+    # A page has the schemes of its method; that of a modifier those that have it, and the same codecs without.
+    assert re.findall(r"^\| `(.*?)` \| (\S+)", generate.page_measured("lloyd_max"), flags=re.M) == [
+        ("lm2", "0.75000"), ("lm2,centred,block=64", "0.37500"),
+    ]  # fmt: skip
+    assert generate.page_measured("centred").count("`lm2") == 2 and "nuq" not in generate.page_measured("centred")
+    assert "| `nuq2-1%` | 0.25000" in generate.page_measured("outliers")
+    assert "0.12500" not in generate.page_measured("outliers") and "lm2" not in generate.page_measured("outliers")
+
+    changed = [row("lm2", 0.5, altered="scaled 8"), row("lm2", 0.25, altered="offset 8")]
+    (tmp_path / "altered.json").write_text(json.dumps({**about, "rows": changed}))
+    assert "| scheme | scaled 8 | offset 8 |" in generate.altered()
+    assert "| `lm2` | 0.50000 | 0.25000 |" in generate.altered()
+
+
+# -- pages of methods ------------------------------------------------------------------------------------------------
+
+
+def test_every_codec_has_a_page() -> None:
+    assert {page.stem for page in METHOD_PAGES} == {*pages.METHODS, *pages.MODIFIERS}
+    assert {kind.__module__.rpartition(".")[2] for kind in CODECS} | {"kivi"} == set(pages.METHODS)
+    for name in (*ALIASES, *(entry.name for entry in CATALOGUE), *(x for kind in CODECS for x in kind.examples)):
+        methods, _ = pages.of_scheme(kvbits.Scheme.parse(name))
+        assert len(methods) == 1, name
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=[page.stem for page in METHOD_PAGES])
+def test_a_page_says_all_there_is_to_say(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert pages.read(page.stem) == text  # as it was installed
+    titles = re.findall(r"^## (.*)$", text, flags=re.M)
+    wanted = ["Bits", "Cost", "When", "When not", "Source"]
+    assert [title for title in titles if title in wanted] == wanted
+    assert page.stem == "exact" or "arxiv.org" in text or "HQQ" in text
+    long = [line for block in blocks(page) for line in block.text.splitlines() if len(line) > 78]
+    assert long == []  # a terminal of 80 columns shows them whole
+
+
+@pytest.mark.parametrize(
+    ("scheme", "methods", "modifiers"),
+    [
+        ("default", ["lloyd_max"], ["centred"]),
+        ("kivi4", ["kivi"], []),
+        ("kivi2-1%,pre-rope", ["kivi"], ["pre_rope", "outliers"]),
+        ("int4-channel", ["affine"], []),
+        ("k=int3-channel,v=nf3", ["affine", "normal_float"], []),
+        ("int4,layers[0]=exact", ["affine", "exact"], []),
+        ("nuq2-1%-qnorm,sinks=4+8", ["non_uniform"], ["pre_rope", "outliers", "qnorm", "sinks", "calibration"]),
+        ("rot4-static", ["rotated"], ["calibration"]),
+        ("fp8-static", ["fp8"], ["calibration"]),
+    ],
+)
+def test_a_scheme_leads_to_its_pages(scheme: str, methods: list[str], modifiers: list[str]) -> None:
+    assert pages.of_scheme(kvbits.Scheme.parse(scheme)) == (methods, modifiers)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["kivi4"], ["one scale and zero per channel and 32 tokens", "5.00 bits per element"]),
+        (["nuq3-1%"], ["k=nuq3-static-1%,v=nuq3-token-1%,pre-rope", "kvbits calibrate MODEL", "3.56 at head_dim 128"]),
+        (["default"], ["k=lm4,v=lm4,centred in blocks of 64 tokens", "kvbits schemes centred", "table[code]"]),
+        (["outliers=1%"], ["a few elements beside the codes", "uint16"]),
+        (["Pre-RoPE"], ["on which side of the rotary embedding"]),
+        (["nuq"], ["levels fitted to the model"]),
+        ([], ["lm4,centred,block=64", "the smallest to try", '"qnorm"', "table[code]"]),
+    ],
+)
+def test_the_command_line_prints_pages(words: list[str], shown: list[str]) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from kvbits.cli import app
+
+    result = testing.CliRunner().invoke(app, ["schemes", *words], env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
+    assert all(text in result.output for text in shown), result.output
+    assert "<!--" not in result.output and "../" not in result.output
+
+
+def test_an_unknown_page_names_what_is_near() -> None:
+    testing = pytest.importorskip("typer.testing")
+    from kvbits.cli import app
+
+    for name, near in (("lm5", "near: lm4"), ("centered", "pages on centred"), ("int4-gs48", "allowed are")):
+        result = testing.CliRunner().invoke(app, ["schemes", name])
+        assert result.exit_code == 2 and near in result.output, result.output
+
+
 def test_every_scheme_is_documented() -> None:
-    names = {entry.name for entry in CATALOGUE}
+    names = {*ALIASES, *(entry.name for entry in CATALOGUE)}
     for page in ("README.md", "docs/schemes.md"):
         rows = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / page).read_text(encoding="utf-8"), flags=re.M))
         assert names <= rows, page

@@ -61,10 +61,10 @@ def _kivi(bits: int, advice: str) -> Entry:
 
 
 _KVQUANT = "KVQuant, arXiv 2401.18079, sections 3.1 to 3.4"
-_KVQUANT_FORMULA = "x ~ scale (table[code] - zero), fitted table; K: static per channel, before RoPE; V: per token"
+_KVQUANT_FORMULA = "x ~ scale (table[code] - zero), table fitted; K: static per channel, before RoPE; V: as nf"
 _ROTATED = "as int, after a Hadamard rotation over head_dim"
 _QUAROT = "QuaRot, arXiv 2404.00456, section 4.2"
-_DIRECTIONS = "rotated; x ~ scale table[code], one scale per token and head, Lloyd-Max levels of N(0, 1)"
+_DIRECTIONS = "rotated; x ~ scale table[code], scale per token and head, table = Lloyd-Max levels of N(0, 1)"
 _TURBO = "TurboQuant, arXiv 2504.19874, algorithm 1"
 
 
@@ -76,9 +76,9 @@ def _non_uniform(bits: int, advice: str) -> Entry:
 CATALOGUE: tuple[Entry, ...] = (
     _same(Exact(), "x", "the model itself", "the yardstick: what every scheme is compared with"),
     _same(Affine(8), _MINMAX, _QUANTO, "closest to exact; about half the bytes of a 16-bit cache"),
-    _same(Affine(4), _MINMAX, _QUANTO, "the usual 4 bits; kivi4 spends 0.5 bits more on the keys and values"),
+    _same(Affine(4), _MINMAX, _QUANTO, "the usual 4 bits; default is smaller"),
     _same(Affine(3), _MINMAX, _QUANTO, "for comparison"),
-    _same(Affine(2), _MINMAX, _QUANTO, "for comparison: at 2 bits take kivi2, whose keys are per channel"),
+    _same(Affine(2), _MINMAX, _QUANTO, "for comparison: at 2 bits take small"),
     _same(NormalFloat(4), _NORMAL, _QLORA, "as int4, for values that look normal"),
     _same(NormalFloat(3), _NORMAL, _QLORA, "for comparison"),
     _same(NormalFloat(2), _NORMAL, _QLORA, "for comparison"),
@@ -109,15 +109,18 @@ CATALOGUE: tuple[Entry, ...] = (
     _same(Rotated(4), _ROTATED, _QUAROT, "take rot4,centred"),
     _same(Rotated(3), _ROTATED, _QUAROT, "take rot3,centred"),
     _same(Rotated(2), _ROTATED, _QUAROT, "for comparison"),
-    _same(LloydMax(4), _DIRECTIONS, _TURBO, "take lm4,centred: 4.25 bits"),
-    _same(LloydMax(3), _DIRECTIONS, _TURBO, "take lm3,centred: 3.25 bits"),
-    _same(LloydMax(2), _DIRECTIONS, _TURBO, "take lm2,centred: 2.25 bits"),
-    _kivi(4, "the recommended one: 5 bits"),
-    _kivi(2, "the smallest to try: 3 bits"),
+    _same(LloydMax(4), _DIRECTIONS, _TURBO, "take lm4,centred, as default does"),
+    _same(LloydMax(3), _DIRECTIONS, _TURBO, "take lm3,centred"),
+    _same(LloydMax(2), _DIRECTIONS, _TURBO, "take lm2,centred, as small does"),
+    _kivi(4, "learns nothing, rotates nothing; keys with outlier channels"),
+    _kivi(2, "as kivi4, in 3 bits; small takes less"),
 )
 
 ALIASES: dict[str, str] = {"default": "lm4,centred,block=64", "small": "lm2,centred,block=64"}
 """Names that stand for whole schemes, without calibration; docs/decisions.md says why these."""
+
+ALIAS_ADVICE: dict[str, str] = {"default": "the recommended one", "small": "the smallest to try"}
+"""When to take each of them."""
 
 RECOMMENDED = "default"
 """What the command line takes where no scheme is named."""

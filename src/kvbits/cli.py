@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 try:
+    import torch
     import typer
     from rich import progress
     from rich.console import Console
+    from rich.markdown import Markdown
+    from rich.markup import escape
     from rich.table import Table
 
-    from kvbits import __version__
-    from kvbits.catalogue import CATALOGUE, RECOMMENDED
-    from kvbits.scheme import BLOCK_TOKENS, SINK_TOKENS, Scheme
+    from kvbits import __version__, pages
+    from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, RECOMMENDED
+    from kvbits.scheme import SINK_TOKENS, Scheme
+    from kvbits.scheme import __doc__ as grammar_of_schemes
+    from kvbits.store import Record
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
 
@@ -82,23 +89,72 @@ def demo(
 
 
 @app.command()
-def schemes() -> None:
-    """List every scheme: what is stored, its real bits per element, its source."""
-    import torch
-
+def schemes(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A scheme (kivi4, nuq3-1%, default) or a modifier (centred, outliers): print its page."),
+    ] = None,
+) -> None:
+    """List every scheme, or say of one what it stores, what it costs, when to take it and where it is from."""
+    if name is not None:
+        out.print(Markdown(_page(name), hyperlinks=False))
+        return
     table = Table(title="bits per element of a packed block, head_dim 128, scales and zeros included")
     for column in ("scheme", "bits", "stored", "source", "when"):
         table.add_column(column, justify="right" if column == "bits" else "left")
     for entry in CATALOGUE:
-        bits = [codec.bits_per_element(BLOCK_TOKENS, 128, torch.bfloat16) for codec in (entry.key, entry.value)]
-        table.add_row(entry.name, f"{sum(bits) / 2:.2f}", entry.formula, entry.paper, entry.advice)
+        texts = map(escape, (entry.formula, entry.paper, entry.advice))
+        table.add_row(entry.name, _bits(Scheme.parse(entry.name)), *texts)
     out.print(table)
+    aliases = Table(title="names that stand for whole schemes")
+    for column in ("name", "bits", "stands for", "when"):
+        aliases.add_column(column, justify="right" if column == "bits" else "left")
+    for alias, scheme in ALIASES.items():
+        aliases.add_row(alias, _bits(Scheme.parse(scheme)), scheme, ALIAS_ADVICE[alias])
+    out.print(aliases)
+    grammar = textwrap.dedent((grammar_of_schemes or "").split("::\n", 1)[1]).strip()
     out.print(
-        "Each grouped name also with -gs32, -gs64, -gs128 (elements that share a scale). Pairs: k=int4-channel,v=int4. "
-        "Options: residual=128, sinks=4, block=128, layers[0,1,-1]=fp8.",
+        f"{grammar}\n\nEach grouped name also with -gs32, -gs64, -gs128 (elements that share a scale) and, but for "
+        "hqq, -1% (outliers).\nPages: kvbits schemes NAME, with any scheme, or one of "
+        f"{', '.join(page.replace('_', '-') for page in pages.MODIFIERS)}.",
         highlight=False,
         markup=False,
+        soft_wrap=True,
     )
+
+
+def _bits(scheme: Scheme, head_dim: int = 128) -> str:
+    """Bits per element of a packed block of a 16-bit model, K and V on average."""
+    record = Record.of(scheme.key, scheme.value, scheme.block, head_dim, head_dim, torch.bfloat16)
+    return f"{8 * record.nbytes / (2 * scheme.block * head_dim):.2f}"
+
+
+def _page(name: str) -> str:
+    """What ``kvbits schemes NAME`` prints, as Markdown: without comments, and with names of files in place of links."""
+    page = pages.of_word(name)
+    texts = [pages.read(page)] if page is not None else _pages_of_scheme(name)
+    text = re.sub(r"<!--.*?-->\n*", "", "\n\n".join(texts), flags=re.S)
+    text = re.sub(r"\[([^\]]+)\]\(\.\./\.\./\.\./([^)#]+)[^)]*\)", r"\1 (`\2`)", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
+
+
+def _pages_of_scheme(name: str) -> list[str]:
+    try:
+        scheme = Scheme.parse(name)
+    except ValueError as error:
+        near = pages.near(name)
+        _fail(str(error) + (f". There are pages on {', '.join(near)}" if near else ""))
+    methods, modifiers = pages.of_scheme(scheme)
+    meant = [f"k={scheme.key}", f"v={scheme.value}"]
+    meant += [word for word, used in (("pre-rope", scheme.pre_rope), ("centred", scheme.centred)) if used]
+    facts = [f"It stands for `{','.join(meant)}` in blocks of {scheme.block} tokens."]
+    facts += [f"Packed, it takes {_bits(scheme, 64)} bits per element at head_dim 64, {_bits(scheme)} at head_dim 128."]
+    if scheme.needs_calibration:
+        facts.append(f"It needs a calibration: `kvbits calibrate MODEL --text FILE --out DIR --scheme {scheme}`.")
+    if modifiers:
+        more = ", ".join(f"`kvbits schemes {page.replace('_', '-')}`" for page in modifiers)
+        facts.append(f"More on what it uses: {more}.")
+    return [f"**`{name.strip()}`**", "\n".join(f"- {fact}" for fact in facts), *map(pages.read, methods)]
 
 
 @app.command()
@@ -248,7 +304,6 @@ def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
         _fail(f"{name} is a file, but no .gguf file; give a hub id, a folder with a model, or a .gguf file")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         _fail(f"--dtype {dtype} is unknown; allowed are auto, float32, bfloat16, float16")
-    import torch
     from transformers.utils import logging
 
     from kvbits.hf.loading import load_model, load_tokenizer
