@@ -50,6 +50,11 @@ def write(name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
     return path
 
 
+def split(schemes: str) -> list[str]:
+    """Schemes separated by semicolons, or by commas where none has an option."""
+    return schemes.split(";" if ";" in schemes else ",")
+
+
 def require_green(*tests: str) -> None:
     """Refuse to measure what is wrong: run these test files first, and end the program if one fails."""
     root = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SEED, prose, require_green, write
+from common import SEED, prose, require_green, split, write
 from transformers import Cache, DynamicCache, QuantizedCache
 
 import kvbits
@@ -36,9 +36,9 @@ def make(model: Any, scheme: str, calibration: Path | None = None) -> Cache:
     return kvbits.cache_for(model, scheme, calibration=calibration)
 
 
-def filled(model: Any, scheme: str, source: DynamicCache) -> Cache:
+def filled(model: Any, scheme: str, source: DynamicCache, calibration: Path | None = None) -> Cache:
     """A cache that holds the keys and values of ``source``."""
-    cache = make(model, scheme)
+    cache = make(model, scheme, calibration)
     if isinstance(cache, KVCache):
         cache.columns.begin(None)
     for index, layer in enumerate(source.layers):
@@ -51,13 +51,15 @@ def nbytes(cache: Cache) -> int:
     return cache.nbytes.total if isinstance(cache, KVCache) else sum(map(storage_bytes, cache.layers))
 
 
-def steps(model: Any, ids: torch.Tensor, schemes: list[str], rounds: int) -> list[dict[str, Any]]:
+def steps(
+    model: Any, ids: torch.Tensor, schemes: list[str], rounds: int, calibration: Path | None = None
+) -> list[dict[str, Any]]:
     """Median step times of all schemes after the prompt ``ids [1, T]``, interleaved."""
     name = cache_name(model)
     with torch.no_grad():
         source = DynamicCache(config=model.config)
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name: source})
-        caches = {scheme: filled(model, scheme, source) for scheme in schemes}
+        caches = {scheme: filled(model, scheme, source, calibration) for scheme in schemes}
         sizes = {scheme: nbytes(cache) for scheme, cache in caches.items()}
         del source
         token = ids[:, -1:]
@@ -91,7 +93,8 @@ def prompt(name: str, tokens: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--schemes", default="int4,kivi4,kivi2", help="separated by commas")
+    parser.add_argument("--schemes", default="int4,kivi4,kivi2,default,small", help="separated by commas or semicolons")
+    parser.add_argument("--calibration", type=Path, help="folder that 'kvbits calibrate' wrote")
     parser.add_argument("--contexts", default="512,2048,8000")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
@@ -99,12 +102,12 @@ def main() -> None:
     options = parser.parse_args()
     require_green("tests/test_attend.py", "tests/test_smollm2.py")
     torch.manual_seed(SEED)
-    schemes = [*PEERS, *options.schemes.split(",")]
+    schemes = [*PEERS, *split(options.schemes)]
     rows: list[dict[str, Any]] = []
     for dtype in options.dtypes.split(","):
         model = load_model(options.model, dtype=getattr(torch, dtype))
         for context in map(int, options.contexts.split(",")):
-            measured = steps(model, prompt(options.model, context), schemes, options.rounds)
+            measured = steps(model, prompt(options.model, context), schemes, options.rounds, options.calibration)
             for row in measured:
                 print(row, flush=True)
             rows += measured

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SEED, prose, write
+from common import SEED, prose, split, write
 from decode import make
 from transformers import Cache
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--out", default="quality")
     options = parser.parse_args()
     torch.manual_seed(SEED)
-    schemes = options.schemes.split(";" if ";" in options.schemes else ",")
+    schemes = split(options.schemes)
     model = load_model(options.model, dtype=getattr(torch, options.dtype))
     text = options.text.read_text(encoding="utf-8") if options.text else prose(8 * options.windows * options.length)
     windows = windows_of(options.model, text, options.windows, options.length)

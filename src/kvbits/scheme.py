@@ -225,7 +225,7 @@ class Scheme:
         chosen: dict[str, Any] = {}
         overrides: list[Override] = []
         before_rope: list[str] = []
-        for item in _items(_spelled_out(text)):
+        for item in _spelled_out(_items(text)):
             left, equals, right = item.rpartition("=")
             if item in _MODIFIERS and _MODIFIERS[item][0] not in chosen:
                 chosen[_MODIFIERS[item][0]] = _MODIFIERS[item][1]
@@ -406,10 +406,18 @@ def _fraction(text: str) -> float:
     return float(match[1]) / 100
 
 
-def _spelled_out(text: str) -> str:
-    """``text`` with an alias at its beginning replaced by the scheme that it stands for."""
-    first, comma, rest = text.partition(",")
-    return ALIASES.get(first.strip().lower(), first) + comma + rest
+def _spelled_out(items: list[str]) -> list[str]:
+    """``items`` with an alias at the beginning replaced by the scheme that it stands for; what follows wins over it."""
+    first, *rest = items
+    if first not in ALIASES:
+        return items
+    said = {_sets(item) for item in rest}
+    return [item for item in _items(ALIASES[first]) if _sets(item) not in said] + rest
+
+
+def _sets(item: str) -> str:
+    """What an option sets; an item that is none stands for itself."""
+    return _MODIFIERS[item][0] if item in _MODIFIERS else item.partition("=")[0]
 
 
 def _number(name: str, text: str) -> int:
