@@ -432,6 +432,20 @@ def test_more_is_added_to_what_is_there(llama: PreTrainedModel, tmp_path: Path) 
         kvbits.calibrate(llama, ids() + 1, "nuq2", out=tmp_path)
 
 
+def test_two_runs_in_one_folder_do_not_meet(llama: PreTrainedModel, tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+
+    def meddle(*_: Any) -> None:
+        with pytest.raises(ValueError, match="another run is at work"):
+            kvbits.calibrate(llama, ids(), "nuq2", out=tmp_path)
+
+    kvbits.calibrate(llama, ids(), "nuq3", out=tmp_path, report=meddle)
+    assert kvbits.load_calibration(tmp_path).fits() == ["key nuq3-static (pre)", "value nuq3-token"]
+    kvbits.calibrate(llama, ids(), "nuq2", out=tmp_path)  # and it is free again
+    with pytest.raises(ValueError, match="is a file"):
+        kvbits.calibrate(llama, ids(), "nuq3", out=tmp_path / TENSORS)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -599,6 +613,8 @@ def test_what_is_no_text_is_refused(llama: PreTrainedModel) -> None:
         kvbits.calibrate(llama, torch.randn(2, 64))
     with pytest.raises(ValueError, match="too short"):
         kvbits.calibrate(llama, ids(1, 20))
+    with pytest.raises(ValueError, match="another model's"):
+        kvbits.calibrate(llama, ids() + 1000)
     with pytest.raises(TypeError, match="needs a Transformers model"):
         kvbits.calibrate("llama", TEXT)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="encoder-decoder"):

@@ -20,6 +20,8 @@ import stored
 import zoo
 from kvbits import static
 from kvbits.attend import Call, KVView, native, reference, triton_decode
+from kvbits.attend import view as view_module
+from kvbits.attend.view import STORED_ORDER
 from kvbits.cache import LayerCache
 from kvbits.encode import encode
 from kvbits.hf.attach import cache_name
@@ -29,6 +31,7 @@ from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 
 HEADS, CHANNELS = 2, 16
+CPU = torch.device("cpu")
 OPTIONS = "residual=20,sinks=2+3,block=32"
 SCHEMES = (
     f"exact,{OPTIONS}",
@@ -136,6 +139,27 @@ def test_stored_order_leads_back_to_own_numbers() -> None:
 
 
 # -- the grammar -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_steps_do_not_work_out_the_order_of_all_tokens_again(monkeypatch: pytest.MonkeyPatch, padded: bool) -> None:
+    keys, values = tokens(2, 400, 3)
+    valid = torch.ones(2, 400, dtype=torch.bool)
+    valid[0, :30] = not padded
+    rows = Rows().extend(2, 400, valid if padded else None)
+    layer = LayerCache(Scheme.parse(f"int4,{OPTIONS}"))
+    layer.append(keys, values, rows)
+    assert any(layer.late)
+    asked = []
+    monkeypatch.setattr(view_module, "own_numbers", lambda *args: asked.append(1) or own_numbers(*args))
+    for step in range(60):
+        rows = rows.extend(2, 1)
+        view = layer.append(keys[:, :, step : step + 1], values[:, :, step : step + 1], rows)
+        own = own_numbers(view.late, view.sinks, [32 * count for count in view.blocks.counts], max(rows.counts), CPU)
+        assert view.column_of is not None and view.column_of.is_contiguous()
+        assert torch.equal(view.column_of, own if rows.column_of is None else rows.column_of.gather(1, own))
+    assert len(asked) <= 5  # once for each time that a row has packed
+    assert layer.nbytes()["slack"] >= 4 * sum(rows.counts)
 
 
 def test_the_grammar() -> None:
@@ -319,6 +343,8 @@ class Both:
         assert parts["sinks"] == token * sum(held) and parts["residual"] == token * (sum(cache.held) - sum(held))
         assert cache.keys is not None and cache.values is not None
         total = cache.keys.nbytes + cache.values.nbytes + cache.store.pool.nbytes + cache.store.table.nbytes
+        if order := cache.store.record.memo.get(STORED_ORDER):
+            total += order[1].nbytes
         assert sum(parts.values()) == total + sum(x.nbytes for x in cache.key_params.values()) + sum(
             x.nbytes for x in cache.value_params.values()
         )

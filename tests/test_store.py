@@ -193,6 +193,16 @@ def test_a_view_does_not_change_when_the_store_does() -> None:
                     assert all(torch.equal(side[name][row, :, :count], parts[name][row, :, :count]) for name in parts)
 
 
+def test_a_view_keeps_the_blocks_that_a_window_leaves_behind_later() -> None:
+    plain = PlainStore(2)
+    plain.append(None, 2)
+    view = plain.store.view()
+    assert view.in_order
+    table = view.table.clone()
+    plain.store.blank_first(0, 1)
+    assert torch.equal(view.table, table)  # kernels read by it even where the blocks lie in order
+
+
 def test_pool_grows_by_an_eighth_and_copies_a_byte_a_bounded_number_of_times() -> None:
     store = BlockStore(small_record(), HEADS, 1, torch.device("cpu"))
     keys, values = blocks(1, 1, 0)

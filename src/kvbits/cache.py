@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast
 import torch
 
 from kvbits.attend import KVView, Transform
+from kvbits.attend.view import STORED_ORDER
 from kvbits.encode import Unsound, encode
 from kvbits.late import Late, choose, not_late
 from kvbits.numerics import hadamard
@@ -450,6 +451,8 @@ class LayerCache:
             parts["sinks"] += sinks * token_bytes
             parts["residual"] += (sum(self.held) - sinks) * token_bytes
             parts["slack"] += buffer.nbytes - sum(self.held) * token_bytes
+        if order := self.store.record.memo.get(STORED_ORDER):
+            parts["slack"] += order[1].nbytes
         parts["scales"] += sum(x.nbytes for p in (self.key_params, self.value_params) for x in p.values())
         return parts
 

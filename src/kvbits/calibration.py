@@ -22,7 +22,7 @@ import torch
 from kvbits import __version__, fingerprint
 from kvbits.catalogue import CATALOGUE
 from kvbits.codecs import Codec
-from kvbits.files import ABOUT, FORMAT, WEIGHTS, Calibration, Side, about_tensors, replacing, save_tensors
+from kvbits.files import ABOUT, FORMAT, WEIGHTS, Calibration, Side, about_tensors, alone, replacing, save_tensors
 from kvbits.fitting import SHORTEST, Fit, Samples, fit_layer
 from kvbits.scheme import SINK_TOKENS, Scheme, parse_codec
 
@@ -121,8 +121,8 @@ def calibrate(
 
     Raises:
         TypeError: for what is no model, and for text without a tokenizer.
-        ValueError: for an unknown scheme, one that needs no calibration, too little text, a model that cannot be
-            served, or an ``out`` that holds something else.
+        ValueError: for an unknown scheme, one that needs no calibration, too little text or that of another model's
+            tokenizer, a model that cannot be served, or an ``out`` that holds something else or is in use.
     """
     from kvbits.hf.attach import refuse_unless_served
 
@@ -131,6 +131,12 @@ def calibrate(
         raise ValueError(f"checkpointing={checkpointing!r} is unknown; allowed are 'auto', 'on', 'off'")
     schemes = _schemes(scheme)
     ids = sample_ids(texts, tokenizer, samples, length, _longest(model))
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(
+            f"token ids from {int(ids.min())} to {int(ids.max())} are not all among the {vocabulary} that the model "
+            "knows: they are another model's"
+        )
     if ids.shape[1] < sinks + SHORTEST:
         raise ValueError(f"samples of {ids.shape[1]} tokens, {sinks} of them sinks, are too short; give 128 or more")
     about = {
@@ -144,9 +150,9 @@ def calibrate(
         "sinks": sinks,
         "weighted": weighted,
     }
-    before = None if out is None else _earlier(Path(out), about)
-    with tempfile.TemporaryDirectory(prefix="kvbits-") as spare:
-        folder = Path(spare if out is None else out)
+    with tempfile.TemporaryDirectory(prefix="kvbits-") if out is None else alone(Path(out)) as folder:
+        folder = Path(folder)
+        before = _earlier(folder, about)
         job = _Job(model, ids, schemes, about, folder / _SAMPLES, report or (lambda *_: None))
         if before is not None and not job.missing(before):
             return before

@@ -206,6 +206,35 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def alone(folder: Path) -> Iterator[Path]:
+    """A folder, made if need be, that no other process has to itself meanwhile; a process that dies gives it back.
+
+    Raises:
+        ValueError: if another one has it, or if it is a file.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"{folder} is a file, not a folder") from None
+    try:
+        import fcntl
+    except ImportError:  # Windows, where a folder cannot be locked
+        yield folder
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is at work in {folder}: wait for its end, or give another folder") from None
+        except OSError:
+            pass  # a file system without locks
+        yield folder
+    finally:
+        os.close(held)
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside ``path`` to write to; it takes the place of ``path`` once all is on the disk."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -228,6 +228,7 @@ class BlockStore:
             self.reserve(1, 0)
             self._zeros, self.used = self.used, self.used + 1
             self.pool[self._zeros] = 0
+        self.table = self.table.clone()  # a view of blocks that lie in order shares the old one
         self.table[row, :blocks] = self._zeros
         self.blank[row], self.in_order = blocks, False
 

@@ -16,6 +16,9 @@ from kvbits.scheme import Scheme
 from kvbits.store import Blocks
 from kvbits.types import Params
 
+STORED_ORDER = "stored order"
+"""Where a layer's memo has the order of its tokens, if there are late sinks."""
+
 _NO_TRANSFORM = Transform()
 
 
@@ -162,8 +165,22 @@ class KVView:
         """
         if not self.late:
             return self.rows.column_of
-        block, column_of = self.blocks.record.tokens, self.rows.column_of
-        device = self.keys.device if column_of is None else column_of.device
-        packed = [count * block for count in self.blocks.counts]
-        own = own_numbers(self.late, self.sinks, packed, max(self.rows.counts), device)
-        return own if column_of is None else column_of.gather(1, own)
+        column_of, own = self.rows.column_of, self._stored_order()
+        if column_of is None:
+            return own.contiguous().long()
+        return column_of.gather(1, own.to(column_of.device, torch.int64))
+
+    def _stored_order(self) -> torch.Tensor:
+        """Own numbers in stored order, int32 ``[B, most tokens of a row]``.
+
+        Made once for a layer until it packs again: what later steps add stands where it does in the text.
+        """
+        memo, tokens, block = self.blocks.record.memo, max(self.rows.counts), self.blocks.record.tokens
+        state = self.late, self.sinks, self.blocks.counts
+        held = memo.get(STORED_ORDER)
+        if held is None or held[0] != state or held[1].shape[1] < tokens:
+            packed = [count * block for count in self.blocks.counts]
+            own = own_numbers(self.late, self.sinks, packed, tokens + block, self.keys.device)
+            memo[STORED_ORDER] = held = state, own.int()
+        order: torch.Tensor = held[1][:, :tokens]
+        return order
