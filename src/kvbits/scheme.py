@@ -64,9 +64,13 @@ class Override:
         if not isinstance(self.layers, tuple) or not self.layers or not all(type(i) is int for i in self.layers):
             raise ValueError(f"layers={self.layers!r} names no layers; give a tuple of numbers such as (0, 1, -1)")
 
+    @property
+    def pair(self) -> str:
+        """What the codecs are called together."""
+        return _known_pair(self.key, self.value) or f"{self.key}/{self.value}"
+
     def __str__(self) -> str:
-        pair = _known_pair(self.key, self.value) or f"{self.key}/{self.value}"
-        return f"layers[{','.join(map(str, self.layers))}]={pair}"
+        return f"layers[{','.join(map(str, self.layers))}]={self.pair}"
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,9 @@ class Scheme:
         known = _known_pair(self.key, self.value)
         pair, usual = known or f"k={self.key},v={self.value}", _named(known or str(self.key))
         modifiers = []
-        if self.pre_rope != usual.pre_rope:
+        # Without a word, what an override's name is made for would be refused.
+        otherwise = usual.pre_rope or any(_named(one.pair).pre_rope for one in self.overrides)
+        if self.pre_rope != usual.pre_rope or (otherwise and not self.pre_rope):
             modifiers.append("pre-rope" if self.pre_rope else "post-rope")
         if self.centred != usual.centred:
             modifiers.append("centred" if self.centred else "uncentred")
@@ -253,7 +259,7 @@ class Scheme:
                 "name a scheme" if key is None and value is None else f"'{'k' if key is None else 'v'}=' is missing"
             )
             raise ValueError(f"{text!r} is not a scheme: {missing}; for example 'int4' or 'k=int4-channel,v=int4'")
-        if before_rope and not chosen.get("pre_rope", key.pre_rope) and "pre_rope" not in chosen:
+        if before_rope and not key.pre_rope and "pre_rope" not in chosen:
             raise ValueError(
                 f"{before_rope[0]} in {text!r} is made for keys before their rotary embedding, and the other layers "
                 "store them after it; add pre-rope or post-rope, which then holds for all"
