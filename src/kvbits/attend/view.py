@@ -167,7 +167,7 @@ class KVView:
             return self.rows.column_of
         column_of, own = self.rows.column_of, self._stored_order()
         if column_of is None:
-            return own.contiguous().long()
+            return own.to(torch.int64, memory_format=torch.contiguous_format)
         return column_of.gather(1, own.to(column_of.device, torch.int64))
 
     def _stored_order(self) -> torch.Tensor:
