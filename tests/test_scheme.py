@@ -219,6 +219,9 @@ def test_aliases_stand_for_whole_schemes(monkeypatch: pytest.MonkeyPatch) -> Non
         Scheme.parse("best,sinks=2,sinks=3")
     with pytest.raises(ValueError, match="does not fit"):
         Scheme.parse("int4,best")  # only the first word
+    for text in ("k=best,v=int4", "k=int4,v=best", "best/int4", "int4,layers[0]=best"):
+        with pytest.raises(ValueError, match=r"'best' stands for a whole scheme, nuq3-1%,centred,sinks=1"):
+            Scheme.parse(text)
 
 
 def test_every_alias_is_a_scheme_and_no_other_name() -> None:

@@ -319,6 +319,8 @@ def parse_codec(name: str) -> Codec:
     if not isinstance(name, str):
         raise ValueError(f"{name!r} is not the name of a codec; give a string such as 'int4'")
     codec = _spelled(name)
+    if codec is None and name in ALIASES:
+        raise ValueError(f"{name!r} stands for a whole scheme, {ALIASES[name]}, and only at its beginning")
     if codec is None:
         raise ValueError(f"unknown scheme {name!r}{_near(name)}")
     return codec
