@@ -6,6 +6,8 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 # Extra options for pytest, such as `PYTEST_FLAGS="-k cache -x"`.
 PYTEST_FLAGS ?=
+# Processes that run tests side by side.
+WORKERS ?= auto
 # How long the C++ kernels are tried on random calls.
 FUZZ_SECONDS ?= 60
 LOWEST_TESTS ?= tests/test_generation.py tests/test_families.py
@@ -48,7 +50,7 @@ demo: $(VENV)/.stamp-run
 
 test: export HF_HUB_OFFLINE = 1
 test: $(VENV)/.stamp-dev
-	$(PY) -m pytest -m "not parity" --cov --cov-report=term $(PYTEST_FLAGS)
+	$(PY) -m pytest -m "not parity" -n $(WORKERS) --dist worksteal --cov --cov-report=term $(PYTEST_FLAGS)
 
 lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff check .
