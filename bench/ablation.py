@@ -52,7 +52,7 @@ def others(bits: int) -> tuple[str, ...]:
 
 
 WEIGHED = "without sensitivity"
-ALTERED = ("int4", "kivi4", "kivi2", "rot4", "rot4,centred", "lm4", "default", "small", "nf4,pre-rope")
+ALTERED = ("int4", "kivi4", "rot4,centred", "lm4", "default", "small")
 
 
 def fitted(model: Any, name: str, text: str, schemes: list[str], weighted: bool, folder: str) -> Path:

@@ -276,11 +276,13 @@ def test_sliding_layers_never_need_more_than_exact_ones(scheme: str, window: int
 def test_turning_keys_back_and_forth_loses_nothing(name: str, change: str) -> None:
     """Every rotary variant of the zoo, left-padded, in chunks; families without one store their keys as they come."""
     model = attached(name)
-    if change == "pre-rope" and name == "roformer":
-        with pytest.raises(Unrotatable):
-            kvbits.cache_for(model, f"{LOSSLESS},{change}")
+    try:
+        cache = kvbits.cache_for(model, f"{LOSSLESS},{change}")
+    except Unrotatable:
+        # The latent keys of early releases have their rotated channels last.
+        assert change == "pre-rope" and name in ("roformer", "deepseek-v2", "deepseek-v3")
         return
-    cache = kvbits.cache_for(model, f"{LOSSLESS},{change}")
+    assert (name, change) != ("roformer", "pre-rope")
     logits = teacher_forced(model, cache)
     if cache.packed_layers:
         assert_packed(cache)
