@@ -79,7 +79,7 @@ QNORM_ERROR: dict[str, tuple[float, float]] = {
 
 LLOYD_MAX_ERROR: dict[str, float] = {
     # 200,000 normal vectors of 64 in float64 NumPy: levels of Max (1960, table I) nearest to x / rms(x), times the
-    # scale that makes x . decoded = x . x. For long vectors they approach e / sqrt(1 - e^2), where e^2 is Max's distortion.
+    # scale that makes x . decoded = x . x. Long vectors approach e / sqrt(1 - e^2), where e^2 is Max's distortion.
     "lm4": 0.09458,
     "lm3": 0.18363,
     "lm2": 0.35793,
