@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvbits.attend import Call, attend, reference
 from kvbits.cache import LayerCache
 from kvbits.codecs import Fp8Static
 from kvbits.encode import encode
@@ -913,3 +914,28 @@ def test_saturation_warns_once_for_each_layer_and_tensor() -> None:
             for what, message in zip(("keys", "values"), said, strict=True):
                 assert re.match(rf"{name}, {what}: a value of magnitude [\d.e+]+ saturates at .* use fp8", message)
             cache.reset()
+
+
+def test_rotated_centred_keys_are_balanced_and_read_alike_by_every_kernel() -> None:
+    """Channels 30 times as large as the others do not take the bits of all; crop and undo know of the balance."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 3, 700, 64, generator=generator)
+    keys[..., 20:24] *= 30
+    query = torch.randn(2, 9, 1, 64, generator=generator)
+    query[..., 20:24] /= 30
+    outputs = {}
+    for scheme in ("exact,residual=0", "default", "lm4"):
+        layer = LayerCache(Scheme.parse(scheme))
+        layer.append(keys, values)
+        call = Call(query, layer.view(), 0.125)
+        outputs[scheme] = reference.run(call)
+        assert float((attend(call) - outputs[scheme]).abs().max()) <= 1e-3 * float(outputs[scheme].abs().max())
+        if scheme == "default":
+            balance = layer.key_params["balance"]
+            assert balance.shape == (3, 64) and float(balance[:, 20:24].min()) > 3 * float(balance[:, :20].max())
+            layer.crop(300)
+            assert torch.equal(layer.key_params["balance"], balance)
+            far = (layer.view().dense()[0] - keys[:, :, :400]).norm() / keys[:, :, :400].norm()
+            assert float(far) < 0.1
+    errors = {s: float((outputs[s] - outputs["exact,residual=0"]).norm()) for s in ("default", "lm4")}
+    assert 3 * errors["default"] < errors["lm4"], errors

@@ -730,6 +730,21 @@ def test_base_and_step_angles_add_up(first: int) -> None:
     assert torch.equal(one.step_cos[0], torch.ones(4)) and torch.equal(one.step_sin[0], torch.zeros(4))
 
 
+def test_balanced_channels_meet_balanced_queries() -> None:
+    """Keys are divided and queries multiplied, head by head, so that their products stay as they are."""
+    balance, rotation = torch.rand(2, 12, generator=seeded(3)) + 0.2, hadamard.rotation(12)
+    transform = Transform(None, rotation, None, False, balance)
+    x, query = (torch.randn(3, heads, n, 12, generator=seeded(heads)) for heads, n in ((2, 2 * BLOCK), (6, 5)))
+    packed, turned = transform.apply(x, 0), transform.query(query)
+    assert turned is not None
+    torch.testing.assert_close(packed, (x / balance[:, None]) @ rotation)
+    torch.testing.assert_close(transform.undo(packed, 0), x, rtol=1e-4, atol=2e-5)
+    scores = turned.unflatten(1, (2, 3)) @ packed[:, :, None].transpose(-1, -2)
+    right = query.unflatten(1, (2, 3)) @ x[:, :, None].transpose(-1, -2)
+    torch.testing.assert_close(scores, right, rtol=1e-4, atol=1e-4)
+    assert Transform().query(query) is None
+
+
 TRANSFORMS = [
     (mean, rotation, turn, whole)
     for mean, rotation, turn, whole in itertools.product((False, True), repeat=4)

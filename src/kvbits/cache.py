@@ -307,6 +307,9 @@ class LayerCache:
         if side == 0 and self.scheme.centred and "mean" not in params:
             before_rope = replace(self._transforms({}, rows, most)[0], rotation=None, whole=True)
             params["mean"] = self._first_packed(work, ranges, before_rope).mean(dim=(0, 2))
+        if side == 0 and self.scheme.centred and codec.rotates and not codec.learns:
+            rest = replace(self._transforms(params, rows, most)[0], rotation=None)
+            params["balance"] = _balance(self._first_packed(work, ranges, rest))
         if not codec.learns or set(self.learned[side]) - {"mean"}:
             return params, True
         samples = self._first_packed(work, ranges, self._transforms(params, rows, most)[side])
@@ -334,7 +337,8 @@ class LayerCache:
         scheme, device, mean = self.scheme, self.keys.device, key_params.get("mean")
         place = (rows.runs, rows.first_epoch, self.dropped, blocks)
         held = self._transformed
-        if held is not None and held[0].mean is mean and held[2] == place:
+        same = held is not None and held[0].mean is mean and held[0].balance is key_params.get("balance")
+        if held is not None and same and held[2] == place:
             return held[0], held[1]
         rotations = [
             hadamard.rotation(buffer.shape[3]).to(device) if codec.rotates else None
@@ -343,7 +347,8 @@ class LayerCache:
         rope = None
         if self.rotary is not None and blocks:
             rope = self.rotary.rope(rows, self.sinks + self.dropped, scheme.block, blocks, device)
-        pair = Transform(mean, rotations[0], rope, whole=scheme.pre_rope), Transform(rotation=rotations[1])
+        keys = Transform(mean, rotations[0], rope, scheme.pre_rope, key_params.get("balance"))
+        pair = keys, Transform(rotation=rotations[1])
         self._transformed = (*pair, place)
         return pair
 
@@ -703,6 +708,17 @@ class _Work(NamedTuple):
         index = index.to(self.tokens.device)
         pieces = [one[None].index_select(2, at) for one, at in zip(self.tokens[rows], index, strict=True)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _balance(x: torch.Tensor) -> torch.Tensor:
+    """What channels of centred keys ``x [N, H, T, D]`` are divided by before they are rotated: float32 ``[H, D]``.
+
+    A rotation mixes channels, so that a large one takes the bits of all. Divided by their deviations all would be
+    equal, but large keys often meet large queries, and deserve more than that: the square root is between.
+    """
+    deviation = x.float().square().mean(dim=(0, 2)).sqrt()
+    least = 0.01 * deviation.mean(dim=-1, keepdim=True)  # what hardly moves in so few tokens may do so later
+    return torch.where(least > 0, deviation.maximum(least), 1.0).sqrt()
 
 
 def _alike(new: torch.Tensor, buffer: torch.Tensor) -> bool:

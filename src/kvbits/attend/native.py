@@ -208,10 +208,10 @@ def _transforms(view: KVView, query: torch.Tensor) -> tuple[torch.Tensor | None,
     key, value = view.key_transform, view.value_transform
     if all(x is None for x in (key.mean, key.rotation, key.rope, value.mean, value.rotation)):
         return None, None
-    key_mean, rotation, value_mean, value_rotation = (
-        None if x is None else x.float().contiguous() for x in (key.mean, key.rotation, value.mean, value.rotation)
+    key_mean, value_mean, value_rotation = (
+        None if x is None else x.float().contiguous() for x in (key.mean, value.mean, value.rotation)
     )
-    rotated = None if rotation is None else query.float() @ rotation
+    rotated = key.query(query)
     if key.rope is None:
         return rotated, (key_mean, value_mean, value_rotation, None, None, None, False)
     bases = _lines(key.rope.base_cos.float()), _lines(key.rope.base_sin.float())

@@ -1,9 +1,9 @@
 """``Transform``: what was done to keys or values before they were encoded, and is undone behind the decoder.
 
 Packed is ``(unrotate(x) - mean) @ rotation``; decoding gives back ``rotate(packed @ rotation^T + mean)``. Where the
-rotary embedding was taken off the mean alone, packed is ``(x - rotate(mean)) @ rotation``. Kernels fold most of it
-into the query and into the output, and never touch a packed element twice for it. The exact tokens of a view are
-never transformed.
+rotary embedding was taken off the mean alone, packed is ``(x - rotate(mean)) / balance @ rotation``. Kernels fold most
+of it into the query and into the output, and never touch a packed element twice for it. The exact tokens of a view
+are never transformed.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Transform:
 
     Attributes:
         mean: float32 ``[H, D]``, subtracted before the rotation.
+        balance: float32 ``[H, D]``, what channels are divided by before the rotation, of keys without ``whole``.
         rotation: float32 orthogonal ``[D, D]``.
         rope: keys only.
         whole: the rotary embedding was taken off the whole key; else off its mean alone.
@@ -56,11 +57,22 @@ class Transform:
     rotation: torch.Tensor | None = None
     rope: Rope | None = None
     whole: bool = True
+    balance: torch.Tensor | None = None
 
     @property
     def is_nothing(self) -> bool:
         """Whether packed is just what it was."""
         return self.mean is None and self.rotation is None and (self.rope is None or not self.whole)
+
+    def query(self, query: torch.Tensor) -> torch.Tensor | None:
+        """What queries ``[B, Hq, q, D]`` meet packed keys with, beside their mean: float32, or None where unchanged."""
+        if self.rotation is None and self.balance is None:
+            return None
+        query = query.float()
+        if self.balance is not None:
+            grouped = query.unflatten(1, (self.balance.shape[0], -1))
+            query = (grouped * self.balance[:, None, None]).flatten(1, 2)
+        return query if self.rotation is None else query @ self.rotation
 
     def of_row(self, row: int | None) -> Transform:
         """The same for one row of the batch; None is all of them."""
@@ -77,6 +89,8 @@ class Transform:
             x = rope.unrotate(x, *turn, self.rope.interleaved)
         if self.mean is not None:
             x = x - self._mean(x, turn)
+        if self.balance is not None:
+            x = x / self.balance[:, None]
         return x if self.rotation is None else x @ self.rotation
 
     def undo(self, x: torch.Tensor, first: int) -> torch.Tensor:
@@ -84,6 +98,8 @@ class Transform:
         turn = None if self.rope is None else self._turn(first, x)
         if self.rotation is not None:
             x = x @ self.rotation.to(x.dtype).t()
+        if self.balance is not None:
+            x = x * self.balance[:, None].to(x.dtype)
         if self.mean is not None:
             x = x + self._mean(x, turn)
         if self.rope is not None and turn is not None and self.whole:

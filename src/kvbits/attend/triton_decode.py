@@ -237,13 +237,12 @@ def _for_packed_keys(
     transform: Transform, query: torch.Tensor, heads: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The queries that meet packed keys, and what the keys' mean adds to their scores, ``[B, Hq, q]``."""
-    bias, turned = None, query
+    bias = None
     if transform.mean is not None and transform.rope is None:  # else it is added before the angles, in the kernel
         grouped = query.float().unflatten(1, (heads, -1))
         bias = (grouped * transform.mean[:, None, None]).sum(-1).flatten(1, 2).mul_(scaling)
-    if transform.rotation is not None:
-        turned = query.float() @ transform.rotation  # float32 stays: the kernel rounds it once
-    return turned, bias
+    turned = transform.query(query)  # float32 stays: the kernel rounds it once
+    return query if turned is None else turned, bias
 
 
 def _split(
