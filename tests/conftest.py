@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# Processes that run tests side by side have it, and then consoles are as wide, whatever a test asks for.
+os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(scope="session")

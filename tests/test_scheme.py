@@ -249,7 +249,7 @@ def test_an_override_may_be_any_pair() -> None:
         ("hqq1", ("unknown scheme 'hqq1'", "hqq4")),
         ("fp8-gs32", ("unknown scheme 'fp8-gs32'", "-gs32", "int4-gs32")),
         ("fp8-statik", ("near: fp8-static",)),
-        ("qqq", ("unknown scheme 'qqq'", "Known: exact, int8")),
+        ("qqq", ("unknown scheme 'qqq'", "Known: default, small, exact, int8")),
         ("", ("unknown scheme ''", "Known: ")),
         ("int4,", ("'' does not fit",)),
         ("rot4,pre-rope", ("rot4 keys are rotated over head_dim, which does not commute", "use 'centred'")),

@@ -21,6 +21,7 @@ try:
 
     from kvbits import __version__, pages
     from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, RECOMMENDED
+    from kvbits.files import load_calibration, refuse_uncalibrated
     from kvbits.scheme import SINK_TOKENS, Scheme
     from kvbits.scheme import __doc__ as grammar_of_schemes
     from kvbits.store import Record
@@ -65,6 +66,10 @@ def generate(
     schemes = [_try(Scheme.parse, name) for name in scheme or [RECOMMENDED]]
     if json_file is not None and not json_file.absolute().parent.is_dir():
         _fail(f"--json {json_file}: there is no folder {json_file.parent}")
+    for one in schemes if calibration is None else ():
+        _try(refuse_uncalibrated, one)
+    if calibration is not None:
+        _try(load_calibration, calibration)  # says what is wrong with it before a model is loaded
     text = _prompt_text(prompt, prompt_file)
     if not text.strip():
         _fail("the prompt is empty; give --prompt or --prompt-file")

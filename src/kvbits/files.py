@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from kvbits import fingerprint
+from kvbits.catalogue import RECOMMENDED
 from kvbits.codecs import Codec
 from kvbits.scheme import Scheme
 from kvbits.types import Params
@@ -171,6 +172,16 @@ class Calibration:
             f"this calibration {self._whose()} has no {side} {what} for layer {layer}, but {near}. "
             "Add it with 'kvbits calibrate MODEL --text FILE --out DIR --scheme SCHEME', with the same model, text and "
             "folder and the scheme that needs it"
+        )
+
+
+def refuse_uncalibrated(scheme: Scheme) -> None:
+    """Raise ValueError where a scheme cannot run without a calibration, saying how to make one."""
+    if scheme.needs_calibration:
+        raise ValueError(
+            f"{scheme} needs a calibration of this model: make one with 'kvbits calibrate MODEL --text FILE --out DIR "
+            f"--scheme {scheme}' or kvbits.calibrate(model, texts, {str(scheme)!r}), and give it as calibration= "
+            f"(--calibration DIR on the command line); schemes such as {RECOMMENDED} need none"
         )
 
 

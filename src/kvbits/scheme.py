@@ -449,16 +449,16 @@ def _sinks(text: str) -> tuple[int, int]:
 def _near(name: str) -> str:
     pairs = [entry for entry in CATALOGUE if entry.key != entry.value]
     spelled = {example for codec in CODECS for example in codec.examples}
-    names = sorted(BY_NAME.keys() | spelled | {f"{entry.name}-1%" for entry in pairs})
+    names = sorted(BY_NAME.keys() | ALIASES.keys() | spelled | {f"{entry.name}-1%" for entry in pairs})
     near = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
     hint = f"; near: {', '.join(near)}" if near else ""
     pair = next((entry for entry in pairs if re.fullmatch(rf"{entry.name}-(channel|gs).*", name)), None)
     if pair is not None:
         hint = f"; {pair.name} is k={pair.key},v={pair.value}: change its groups there"
     return (
-        f"{hint}. Known: {', '.join(BY_NAME)}; int, nf, rot and hqq also with -channel (groups of tokens instead of "
-        "channels) and with -gs16, -gs32, -gs64 or -gs128; all of these but hqq with -static (one scale for each "
-        "channel of a layer) and, last, with outliers such as -1%"
+        f"{hint}. Known: {', '.join((*ALIASES, *BY_NAME))}; int, nf, rot and hqq also with -channel (groups of tokens "
+        "instead of channels) and with -gs16, -gs32, -gs64 or -gs128; all of these but hqq with -static (one scale for "
+        "each channel of a layer) and, last, with outliers such as -1%"
     )
 
 

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvbits.attend import native
 from kvbits.cache import LayerCache
 from kvbits.catalogue import RECOMMENDED
-from kvbits.files import Calibration, load_calibration
+from kvbits.files import Calibration, load_calibration, refuse_uncalibrated
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
 from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
@@ -126,12 +126,7 @@ def _calibration_of(
     model: PreTrainedModel, scheme: Scheme, calibration: str | Path | Calibration | None
 ) -> Calibration | None:
     if calibration is None:
-        if scheme.needs_calibration:
-            raise ValueError(
-                f"{scheme} needs a calibration of this model: make one with 'kvbits calibrate MODEL --text FILE --out "
-                "DIR' or kvbits.calibrate(model, texts, scheme), and give it as calibration=; schemes such as "
-                f"{RECOMMENDED} need none"
-            )
+        refuse_uncalibrated(scheme)
         return None
     loaded = calibration if isinstance(calibration, Calibration) else load_calibration(calibration)
     loaded.check(model)
