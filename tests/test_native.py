@@ -1351,7 +1351,6 @@ def test_columns_that_do_not_exist_are_not_read() -> None:
         ({"isa": 99}, ValueError, "no instruction set"),
         ({"output": None}, (ValueError, TypeError), "output|incompatible"),
     ],
-    ids=str,
 )
 def test_bad_calls_of_decode_are_refused(changes: dict[str, Any], error: Any, message: str) -> None:
     good: dict[str, Any] = {
