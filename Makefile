@@ -6,8 +6,8 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 # Extra options for pytest, such as `PYTEST_FLAGS="-k cache -x"`.
 PYTEST_FLAGS ?=
-# Processes that run tests side by side.
-WORKERS ?= auto
+# Processes that run tests side by side; 0 is none beside this one.
+WORKERS ?= 0
 # How long the C++ kernels are tried on random calls.
 FUZZ_SECONDS ?= 60
 LOWEST_TESTS ?= tests/test_generation.py tests/test_families.py

@@ -44,6 +44,8 @@ def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
         return [reason]
     reasons = {
         f"{codec} has no native encoder": type(codec) not in _CHOICES and type(codec) is not Exact,
+        # Constant groups of fitted tables have a range (codecs/non_uniform.py), which the module does not give them.
+        f"{codec} gives constant groups a range": isinstance(codec, NonUniform) and not codec.static,
         f"tensors are on {x.device.type}": x.device.type != "cpu",
         f"{x.dtype} is encoded in full only by the reference": x.dtype not in DTYPES[1:4],
         "there is nothing to encode": x.numel() == 0,
