@@ -164,7 +164,7 @@ private:
     }
 
     template <bool Easy> Group chosen(f32 low, f32 high) const {
-        const i32 constant = low == high;
+        const i32 constant = (low == high) & splat<i32>(told_.choice == Choice::open_range ? 0 : -1);
         f32 step, whole;
         if constexpr (levels == Levels::e4m3) {
             whole = maximum(high, -low) + 0.0f;

@@ -141,7 +141,8 @@ nb::tuple encode(int isa, int threads, nb::handle tensor, int choice, int levels
     told.channels = x.channels;
     told.length = length;
     told.limit = limit;
-    const bool range = told.choice == Choice::range, quadratic = told.choice == Choice::half_quadratic;
+    const bool range = told.choice == Choice::range || told.choice == Choice::open_range;
+    const bool quadratic = told.choice == Choice::half_quadratic;
     const bool given = told.choice == Choice::fixed, norm = told.choice == Choice::norm, per_channel = told.per == Per::channel;
     require(range || quadratic || given || norm || told.choice == Choice::magnitude, "an unknown choice of scales");
     const bool fits = told.levels == Levels::uniform ? range || quadratic || (given && per_channel)

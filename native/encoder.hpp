@@ -12,6 +12,7 @@ enum class Choice : int {
     magnitude,       // the largest magnitude meets the largest level; no zero
     fixed,           // given: one for all, or one for each channel, with a zero
     norm,            // of a row: see codecs/lloyd_max.py; no zero
+    open_range,      // as range; constant groups have one too, where no level may be 1 (codecs/non_uniform.py)
 };
 
 struct Encoder {

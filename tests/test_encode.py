@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -33,8 +32,7 @@ each_set = pytest.mark.parametrize(
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
-LEFT = re.compile("nuq.-(token|channel)")  # to the reference
-EXAMPLES = sorted({example for kind in CODECS for example in kind.examples if not LEFT.match(example)})
+EXAMPLES = sorted({example for kind in CODECS for example in kind.examples})
 EQUAL = [name for name in EXAMPLES if not name.startswith("hqq")]
 HQQ = [name for name in EXAMPLES if name.startswith("hqq")]
 GROUPED = [

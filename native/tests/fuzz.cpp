@@ -398,8 +398,8 @@ double once(bool& decoded_alike) {
 // What an encoder is told, at random.
 Encoder any_encoder(Type type) {
     Encoder told;
-    told.choice = one_of({Choice::range, Choice::range, Choice::range, Choice::half_quadratic, Choice::magnitude, Choice::fixed, Choice::fixed, Choice::norm});
-    const bool range = told.choice == Choice::range, fixed = told.choice == Choice::fixed, grouped = range || told.choice == Choice::half_quadratic;
+    told.choice = one_of({Choice::range, Choice::range, Choice::open_range, Choice::half_quadratic, Choice::magnitude, Choice::fixed, Choice::fixed, Choice::norm});
+    const bool range = told.choice == Choice::range || told.choice == Choice::open_range, fixed = told.choice == Choice::fixed, grouped = range || told.choice == Choice::half_quadratic;
     told.levels = told.choice == Choice::magnitude ? Levels::e4m3 : told.choice == Choice::norm ? Levels::table
                 : range ? one_of({Levels::uniform, Levels::table}) : fixed ? one_of({Levels::uniform, Levels::table, Levels::e4m3}) : Levels::uniform;
     told.bits = told.levels == Levels::e4m3 ? 8 : told.levels == Levels::table ? any(2, 4) : one_of({2, 3, 4, 8});
@@ -435,7 +435,7 @@ bool encoded_alike() {
     for (float& s : scale) s = chance(5) ? 0 : std::fabs(normal());
     for (float& z : zero) z = normal() * 5;
     for (float& s : signs) s = chance(50) ? 1.0f : -1.0f;
-    const bool scales = told.choice != Choice::fixed, zeros = told.choice == Choice::range || told.choice == Choice::half_quadratic;
+    const bool scales = told.choice != Choice::fixed, zeros = told.choice == Choice::range || told.choice == Choice::open_range || told.choice == Choice::half_quadratic;
     const int64_t count = told.groups * (told.per == Per::token ? told.tokens : told.channels);
     std::vector<uint8_t> first;
     for (const Kernels* kernels : all_kernels()) {

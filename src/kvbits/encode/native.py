@@ -28,11 +28,11 @@ from kvbits.library import DTYPES, LEVELS, PER, library
 from kvbits.numerics import groups
 from kvbits.types import Packed, Params
 
-_RANGE, _HALF_QUADRATIC, _MAGNITUDE, _FIXED, _NORM = range(5)
+_RANGE, _HALF_QUADRATIC, _MAGNITUDE, _FIXED, _NORM, _OPEN_RANGE = range(6)
 """How scales are chosen: the places of ``Choice`` in ``native/encoder.hpp``."""
 
 _CHOICES: dict[type[Codec], int] = {
-    Affine: _RANGE, Rotated: _RANGE, NormalFloat: _RANGE, NonUniform: _RANGE, HalfQuadratic: _HALF_QUADRATIC,
+    Affine: _RANGE, Rotated: _RANGE, NormalFloat: _RANGE, NonUniform: _OPEN_RANGE, HalfQuadratic: _HALF_QUADRATIC,
     Fp8: _MAGNITUDE, Fp8Static: _FIXED, LloydMax: _NORM,
 }  # fmt: skip
 
@@ -44,8 +44,6 @@ def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
         return [reason]
     reasons = {
         f"{codec} has no native encoder": type(codec) not in _CHOICES and type(codec) is not Exact,
-        # Constant groups of fitted tables have a range (codecs/non_uniform.py), which the module does not give them.
-        f"{codec} gives constant groups a range": isinstance(codec, NonUniform) and not codec.static,
         f"tensors are on {x.device.type}": x.device.type != "cpu",
         f"{x.dtype} is encoded in full only by the reference": x.dtype not in DTYPES[1:4],
         "there is nothing to encode": x.numel() == 0,
