@@ -9,7 +9,6 @@ have outlier channels or a large constant offset (see ``bench/altered.py``), eac
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import altered
 import torch
 from common import SEED, prose, write
-from quality import measure, windows_of
+from quality import measure, parser_of, windows_of
 
 from kvbits.calibration import calibrate
 from kvbits.hf.loading import load_model, load_tokenizer
@@ -63,14 +62,9 @@ def fitted(model: Any, name: str, text: str, schemes: list[str], weighted: bool,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--text", type=Path, help="default: Python's help topics")
+    parser = parser_of(__doc__.splitlines()[0])
     parser.add_argument("--calibration-text", type=Path, help="default: other topics")
     parser.add_argument("--bits", default="4,3,2")
-    parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--chunk", type=int, default=16)
     parser.add_argument("--altered", action="store_true")
     parser.add_argument("--out")
     options = parser.parse_args()

@@ -109,17 +109,23 @@ def measure(
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """The options of what is measured over windows of a text."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--schemes", default=SCHEMES, help="separated by semicolons or commas without options")
-    parser.add_argument("--calibration", type=Path, help="folder that 'kvbits calibrate' wrote")
     parser.add_argument("--text", type=Path, help="a text file; default: Python's help topics")
-    parser.add_argument("--text-name", help="what to call it in the results")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=16)
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--schemes", default=SCHEMES, help="separated by semicolons or commas without options")
+    parser.add_argument("--calibration", type=Path, help="folder that 'kvbits calibrate' wrote")
+    parser.add_argument("--text-name", help="what to call it in the results")
     parser.add_argument("--out", default="quality")
     options = parser.parse_args()
     torch.manual_seed(SEED)

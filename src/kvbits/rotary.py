@@ -20,6 +20,9 @@ class Rotary:
     Args:
         frequencies: float ``[R/2]``, radians that each pair of channels turns from one position to the next.
         interleaved: which channels make a pair; see :mod:`kvbits.numerics.rope`.
+
+    Attributes:
+        epochs: float64 ``[R/2]`` each; whoever sees the model change its frequencies appends the new ones.
     """
 
     def __init__(self, frequencies: torch.Tensor, interleaved: bool = False) -> None:
@@ -41,15 +44,6 @@ class Rotary:
     def channels(self) -> int:
         """Channels of a head that are rotated, the first ones; the others pass."""
         return 2 * len(self.epochs[0])
-
-    def turn_to(self, frequencies: torch.Tensor) -> int:
-        """The epoch of these frequencies, a new one where they are new."""
-        frequencies = frequencies.detach().double().cpu()
-        for epoch, known in enumerate(self.epochs):
-            if torch.equal(known, frequencies):
-                return epoch
-        self.epochs.append(frequencies)
-        return len(self.epochs) - 1
 
     def cos_sin(self, positions: torch.Tensor, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Of int64 ``positions [...]``: float32 ``[..., R/2]`` each, on the device of ``positions``."""

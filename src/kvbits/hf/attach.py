@@ -129,7 +129,9 @@ def _calibration_of(
         refuse_uncalibrated(scheme)
         return None
     loaded = calibration if isinstance(calibration, Calibration) else load_calibration(calibration)
-    loaded.check(model)
+    attachment = vars(model).get(_ATTRIBUTE)
+    if attachment is None or attachment.calibration is not loaded:  # enable has checked its own, once for all calls
+        loaded.check(model)
     return loaded
 
 

@@ -144,7 +144,7 @@ class Rotaries:
         if off[best] <= _SLACK:
             return best
         for rotary, frequencies in zip(self._rotaries, now, strict=True):
-            rotary.epochs.append(frequencies)  # not turn_to: an epoch has the same number everywhere
+            rotary.epochs.append(frequencies)  # in all of them: an epoch has the same number everywhere
         return len(known[0])
 
 
