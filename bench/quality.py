@@ -43,6 +43,11 @@ def log_probabilities(model: Any, ids: torch.Tensor, cache: Cache, chunk: int) -
     return torch.cat(rows)
 
 
+def divergence(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """KL from ``exact`` to ``found``, log probabilities ``[T, vocabulary]``, in nats for each token."""
+    return (exact.exp() * (exact - found)).sum(-1)
+
+
 def windows_of(model_name: str, text: str, windows: int, length: int) -> torch.Tensor:
     """The first tokens of ``text``, int64 ``[windows, length]``."""
     ids = load_tokenizer(model_name)(text, return_tensors="pt").input_ids[0]
@@ -82,7 +87,7 @@ def measure(
                 step = windows.shape[1] if scheme == "hf:dynamic" else chunk
                 found = log_probabilities(model, window[None], cache, step)
                 seconds[scheme] += time.perf_counter() - start
-                totals[scheme].append((exact.exp() * (exact - found)).sum(-1))
+                totals[scheme].append(divergence(exact, found))
                 loss[scheme].append(-found[:-1].gather(1, window[1:, None])[:, 0])
                 agree[scheme] += float((exact.argmax(-1) == found.argmax(-1)).float().mean()) / len(windows)
                 if isinstance(cache, KVCache):
