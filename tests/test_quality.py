@@ -149,3 +149,18 @@ def test_outlier_channels_do_not_break_the_default(smollm2: Any, size: float) ->
     kl = Measured(altered.scaled(smollm2[0], size), smollm2[1])
     kl.in_order("default", "int4", factor=2.0)
     assert kl.of("default") < 0.05
+
+
+def test_a_huge_constant_offset_does_not_break_the_default(smollm2: Any) -> None:
+    """Eight times as large as the keys, in slow rotary pairs: the model reads as well as before."""
+    model, tokenizer = altered.offset(smollm2[0], 8.0), smollm2[1]
+    ids = tokenizer(topics(*MEASURED), return_tensors="pt").input_ids[:, :256]
+    with torch.no_grad():
+        before, after = (
+            torch.nn.functional.cross_entropy(m(ids).logits[0, :-1], ids[0, 1:]) for m in (smollm2[0], model)
+        )
+    assert abs(float(after - before)) < 0.02
+    kl = Measured(model, tokenizer)
+    kl.in_order("default", "lm4", factor=100.0)
+    kl.in_order("default", "int4", factor=100.0)
+    assert kl.of("default") < 0.006
