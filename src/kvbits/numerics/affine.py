@@ -38,6 +38,7 @@ def choose_qparams(
     dim: int,
     bottom: float,
     top: float,
+    *,
     outside: torch.Tensor | None = None,
     exact_constants: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
