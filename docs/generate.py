@@ -368,8 +368,8 @@ def measured_on(data: dict[str, Any], what: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def decode_speed() -> str:
-    data = result("decode")
+def decode_speed(name: str = "decode") -> str:
+    data = result(name)
     head = ("dtype", "context", "scheme", "step", "speed against exact", "against quanto int4", "KV cache")
     rows = [
         (
@@ -586,6 +586,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "schemes": readme_schemes,
         "decode": decode_speed,
+        "decode_8k": functools.partial(decode_speed, "decode_8k"),
         "prefill": prompt_speed,
         "attend": attention_speed,
         "memory": peak_memory,
