@@ -15,11 +15,12 @@ from typing import Any
 
 import altered
 import torch
-from common import SEED, prose, write
+from common import prose, write
 from quality import measure, parser_of, windows_of
 
 from kvbits.calibration import calibrate
 from kvbits.hf.loading import load_model, load_tokenizer
+from kvbits.measure.setting import SEED
 
 
 def steps(bits: int) -> dict[str, str]:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from common import SEED, require_green, write
+from common import require_green, write
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits import memory
@@ -29,6 +29,7 @@ from kvbits.attend import Call, KVView, native, reference
 from kvbits.cache import LayerCache
 from kvbits.codecs import Codec
 from kvbits.library import instruction_set
+from kvbits.measure.setting import SEED
 from kvbits.rotary import Rotary
 from kvbits.scheme import Scheme
 from kvbits.types import Params

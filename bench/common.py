@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import kvbits
+from kvbits.measure.setting import setting
 
 RESULTS = Path(__file__).parent / "results"
-SEED = 0
-
-
-def setting() -> dict[str, Any]:
-    """Hardware, versions, seed and date."""
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    return {
-        "date": datetime.date.today().isoformat(),
-        "processor": processor,
-        "cores": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "kvbits": kvbits.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "seed": SEED,
-        "command": " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *(Path(a).name for a in sys.argv[1:])]),
-    }
 
 
 def write(name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
     """Write ``bench/results/<name>.json``."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"setting": setting(), **more, "rows": rows}, indent=1) + "\n")
+    here = setting(commit=commit())
+    here["command"] = f"python bench/{here['command']}"
+    path.write_text(json.dumps({"setting": here, **more, "rows": rows}, indent=1) + "\n")
     return path
 
 
-def split(schemes: str) -> list[str]:
-    """Schemes separated by semicolons, or by commas where none has an option."""
-    return schemes.split(";" if ";" in schemes else ",")
+def commit() -> str:
+    """What is measured, if this is a clone."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def require_green(*tests: str) -> None:

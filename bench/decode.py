@@ -16,24 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SEED, prose, require_green, split, write
-from transformers import Cache, DynamicCache, QuantizedCache
+from common import prose, require_green, write
+from transformers import Cache, DynamicCache
 
-import kvbits
 from kvbits.hf.attach import cache_name
-from kvbits.hf.cache import KVCache, storage_bytes
+from kvbits.hf.cache import KVCache
 from kvbits.hf.loading import load_model, load_tokenizer
+from kvbits.measure.caches import make, nbytes
+from kvbits.measure.setting import SEED
+from kvbits.scheme import split_schemes
 
 PEERS = ("hf:dynamic", "hf:quanto4", "hf:quanto2")
-
-
-def make(model: Any, scheme: str, calibration: Path | None = None) -> Cache:
-    """An empty cache: a kvbits scheme, or one of the peers."""
-    if scheme == "hf:dynamic":
-        return DynamicCache(config=model.config)
-    if scheme.startswith("hf:quanto"):
-        return QuantizedCache(backend="quanto", config=model.config, nbits=int(scheme[-1]))
-    return kvbits.cache_for(model, scheme, calibration=calibration)
 
 
 def filled(model: Any, scheme: str, source: DynamicCache, calibration: Path | None = None) -> Cache:
@@ -44,11 +37,6 @@ def filled(model: Any, scheme: str, source: DynamicCache, calibration: Path | No
     for index, layer in enumerate(source.layers):
         cache.update(layer.keys.clone(), layer.values.clone(), index)
     return cache
-
-
-def nbytes(cache: Cache) -> int:
-    """Bytes that the cache really holds."""
-    return cache.nbytes.total if isinstance(cache, KVCache) else sum(map(storage_bytes, cache.layers))
 
 
 def steps(
@@ -102,7 +90,7 @@ def main() -> None:
     options = parser.parse_args()
     require_green("tests/test_attend.py", "tests/test_smollm2.py")
     torch.manual_seed(SEED)
-    schemes = [*PEERS, *split(options.schemes)]
+    schemes = [*PEERS, *split_schemes(options.schemes)]
     rows: list[dict[str, Any]] = []
     for dtype in options.dtypes.split(","):
         model = load_model(options.model, dtype=getattr(torch, dtype))

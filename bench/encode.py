@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import SEED, require_green, write
+from common import require_green, write
 
 from kvbits.cache import ENCODE_BLOCKS
 from kvbits.codecs import Codec, HalfQuadratic
 from kvbits.encode import native
 from kvbits.library import instruction_set
+from kvbits.measure.setting import SEED
 from kvbits.numerics import bitpack
 from kvbits.scheme import parse_codec
 from kvbits.types import Params

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import SEED, write
+from common import write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -35,6 +35,7 @@ from kvbits.attend import Call, KVView, triton_decode
 from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
 from kvbits.encode import triton as fast_encode
+from kvbits.measure.setting import SEED
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import Blocks, Record

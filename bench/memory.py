@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from common import write
-from decode import make, prompt
+from decode import prompt
 
 from kvbits.hf.attach import cache_name
 from kvbits.hf.loading import load_model
+from kvbits.measure.caches import make
 
 NEW_TOKENS = 8
 

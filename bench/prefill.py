@@ -14,11 +14,13 @@ import time
 from typing import Any
 
 import torch
-from common import SEED, require_green, write
-from decode import make, prompt
+from common import require_green, write
+from decode import prompt
 
 from kvbits.hf.attach import cache_name
 from kvbits.hf.loading import load_model
+from kvbits.measure.caches import make
+from kvbits.measure.setting import SEED
 
 
 def seconds(model: Any, ids: torch.Tensor, scheme: str, chunk: int) -> float:

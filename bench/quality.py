@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SEED, prose, split, write
-from decode import make
+from common import prose, write
 from transformers import Cache
 
 from kvbits.cache import LayerCache
 from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
 from kvbits.hf.loading import load_model, load_tokenizer
+from kvbits.measure.caches import make
+from kvbits.measure.setting import SEED
 from kvbits.rotary import Rotary
-from kvbits.scheme import Scheme
+from kvbits.scheme import Scheme, split_schemes
 
 SCHEMES = "int8,fp8,kivi4,int4,nf4,hqq4,int3,kivi2,int2,hf:quanto4,hf:quanto2"
 BITS_AT = 8000
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--out", default="quality")
     options = parser.parse_args()
     torch.manual_seed(SEED)
-    schemes = split(options.schemes)
+    schemes = split_schemes(options.schemes)
     model = load_model(options.model, dtype=getattr(torch, options.dtype))
     text = options.text.read_text(encoding="utf-8") if options.text else prose(8 * options.windows * options.length)
     windows = windows_of(options.model, text, options.windows, options.length)

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from kvbits.catalogue import ALIASES, BY_NAME, CATALOGUE, RECOMMENDED
 from kvbits.codecs import CODECS as CODEC_CLASSES
 from kvbits.codecs import Affine, Exact, Fp8, LloydMax, NormalFloat, Rotated
-from kvbits.scheme import BLOCK_TOKENS, BLOCKS, RESIDUAL_TOKENS, SINK_TOKENS, Override, Scheme, parse_codec
+from kvbits.scheme import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    RESIDUAL_TOKENS,
+    SINK_TOKENS,
+    Override,
+    Scheme,
+    parse_codec,
+    split_schemes,
+)
 from table import CATALOGUE_SCHEMES, CODECS, SCHEMES, CodecCase, SchemeCase
 
 each_scheme = pytest.mark.parametrize("case", SCHEMES, ids=str)
@@ -514,3 +523,30 @@ def test_the_catalogue_covers_every_method_and_recommends_one_of_its_own() -> No
 )
 def test_a_scheme_for_a_window(scheme: str, window: int, expected: str) -> None:
     assert str(Scheme.parse(scheme).for_window(window)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("int4", ["int4"]),
+        ("exact, Int4 ,hf:quanto4,nuq3-1%", ["exact", "int4", "hf:quanto4", "nuq3-1%"]),
+        (
+            "kivi2,residual=64,sinks=4+8,lm4,centred,block=64,int4",
+            ["kivi2,residual=64,sinks=4+8", "lm4,centred,block=64", "int4"],
+        ),
+        ("k=int4-channel,v=int2,k=int8,v=int4,post-rope", ["k=int4-channel,v=int2", "k=int8,v=int4,post-rope"]),
+        ("kivi2,layers[0,-1]=int8,int4", ["kivi2,layers[0,-1]=int8", "int4"]),
+        ("int4;kivi2, residual=64", ["int4", "kivi2,residual=64"]),
+    ],
+)
+def test_a_list_of_schemes_is_split(text: str, found: list[str]) -> None:
+    assert split_schemes(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("residual=64,int4", "no scheme stands before"), ("int4,,kivi2", "empty"), ("", "empty"), ("int4;", "empty")],
+)
+def test_a_list_with_a_stray_separator_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        split_schemes(text)

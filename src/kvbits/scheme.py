@@ -303,6 +303,32 @@ class Scheme:
         return Scheme(parse_codec(data["key"]), parse_codec(data["value"]), overrides=tuple(overrides), **rest)
 
 
+def split_schemes(text: str) -> list[str]:
+    """The schemes of a list such as ``exact,kivi2,residual=64,nuq3-1%`` or ``int4;kivi2``.
+
+    Commas also separate the options of a scheme: what the grammar calls an option belongs to the scheme before it.
+    Where that is not meant, semicolons separate schemes, and commas only options.
+
+    Raises:
+        ValueError: if an option stands first, or nothing stands between two separators.
+    """
+    found: list[str] = []
+    for part in text.split(";"):
+        if ";" in text:
+            found.append(",".join(_items(part)))
+            continue
+        for item in _items(part):
+            if item.startswith("k=") or ("=" not in item and item not in _MODIFIERS):
+                found.append(item)
+            elif found:
+                found[-1] += f",{item}"
+            else:
+                raise ValueError(f"{item!r} in {text!r} is an option, and no scheme stands before it")
+    if not all(found):
+        raise ValueError(f"{text!r} has an empty scheme; give a list such as exact,int4,kivi2")
+    return found
+
+
 def _check_fields(what: str, data: object, allowed: set[str]) -> None:
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} has the fields {sorted(allowed)}; got {data!r}")

@@ -1,0 +1,46 @@
+"""Floor 7: the command line. Every command is a few lines over the library, one file for each or a few of a kind."""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    import typer
+
+    from kvbits import __version__
+    from kvbits.cli import calibrate, generate, schemes
+    from kvbits.cli.common import out
+except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
+    raise SystemExit(130) from None
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def version() -> None:
+    """Print the version."""
+    out.print(__version__, highlight=False)
+
+
+COMMANDS = (
+    generate.demo,
+    generate.generate,
+    schemes.schemes,
+    schemes.explain,
+    calibrate.calibrate,
+    version,
+)
+"""In the order in which ``kvbits --help`` lists them."""
+
+for command in COMMANDS:
+    app.command()(command)
+
+
+def main() -> None:
+    """The entry point: an interruption or a closed pipe ends quietly, as in other command-line programs."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise SystemExit(141) from None

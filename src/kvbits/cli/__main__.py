@@ -1,0 +1,3 @@
+from kvbits.cli import main
+
+main()

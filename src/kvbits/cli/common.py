@@ -1,0 +1,78 @@
+"""What all commands share: options, the two consoles, loading a model, and one message in place of a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+
+out, err = Console(), Console(stderr=True)
+
+Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or smollm2, the embedded small model.")]
+Schemes = Annotated[list[str] | None, typer.Option("--scheme", "-s", help="A scheme; repeat it to compare several.")]
+DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="Device for the model, such as cpu, cuda or mps.")]
+Calibrated = Annotated[
+    Path | None, typer.Option("--calibration", help="Folder that 'kvbits calibrate' wrote, for schemes that need one.")
+]
+
+
+def load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        fail(f"the folder {name} has no config.json: it is no model")
+    if path.is_file() and path.suffix != ".gguf":
+        fail(f"{name} is a file, but no .gguf file; give a hub id, a folder with a model, or a .gguf file")
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        fail(f"--dtype {dtype} is unknown; allowed are auto, float32, bfloat16, float16")
+    from transformers.utils import logging
+
+    from kvbits.hf.loading import load_model, load_tokenizer
+
+    logging.set_verbosity_error()
+    attempt(torch.empty, 0, device=device, what=f"cannot use the device {device!r}: ")
+    with err.status(f"loading {name}"):
+        tokenizer = attempt(load_tokenizer, name, what=f"cannot load {name!r}: ")
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        model = attempt(load_model, name, dtype=kind, what=f"cannot load {name!r}: ")
+        return attempt(model.to, device, what=f"cannot use the device {device!r}: "), tokenizer
+
+
+def read_text(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        fail("give --prompt or --prompt-file, not both")
+    if prompt is not None:
+        return prompt
+    if file is None:
+        return topics()
+    try:
+        return sys.stdin.read() if str(file) == "-" else str(attempt(file.read_text, encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        fail(f"{file} is not text in UTF-8: {error.reason} at byte {error.start}")
+
+
+def topics() -> str:
+    """Real English on any Python: the prose of its own help topics on objects and execution, about 5,000 tokens."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in ("objects", "execmodel", "exceptions", "types"))[:20_000]
+
+
+def attempt(function: Callable[..., Any], *args: Any, what: str = "", **kwargs: Any) -> Any:
+    """Call; turn what a user can cause into one message, with ``what`` before it, and exit status 2."""
+    try:
+        return function(*args, **kwargs)
+    except (BrokenPipeError, UnicodeDecodeError, typer.Exit):
+        raise
+    except Exception as error:  # a user sees what is wrong, never a traceback; the library is for those who debug
+        fail(f"{what}{error}")
+
+
+def fail(message: str) -> NoReturn:
+    err.print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(2)

@@ -1,0 +1,94 @@
+"""Every cache that is measured, by name: kvbits schemes, and Transformers' own caches as their peers.
+
+Peers are ``hf:dynamic`` (the exact cache), ``hf:quanto4``, ``hf:quanto2``, ``hf:hqq8``, ``hf:hqq4``, ``hf:hqq2`` and
+``hf:fp8``: what ``generate(cache_implementation="quantized")`` makes of them, with its defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
+
+from kvbits.files import Calibration, refuse_uncalibrated
+from kvbits.hf.attach import cache_for
+from kvbits.hf.cache import KVCache, storage_bytes
+from kvbits.scheme import Scheme
+
+EXACT = "hf:dynamic"
+"""The peer that all others are compared with: Transformers' exact cache, one ``torch.cat`` a step."""
+
+PEERS: dict[str, dict[str, Any]] = {
+    "hf:quanto4": {"backend": "quanto", "nbits": 4},
+    "hf:quanto2": {"backend": "quanto", "nbits": 2},
+    "hf:hqq8": {"backend": "hqq", "nbits": 8, "axis_key": 1, "axis_value": 1},
+    "hf:hqq4": {"backend": "hqq", "nbits": 4, "axis_key": 1, "axis_value": 1},
+    "hf:hqq2": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
+    "hf:fp8": {"backend": "fp8"},
+}
+"""Options of Transformers' ``QuantizedCache`` for each peer."""
+
+
+def check(name: str, calibrated: bool = False) -> str:
+    """The name as it is written in results, once it is known to be one.
+
+    Raises:
+        ValueError: for an unknown peer or scheme, or one that needs a calibration where none is given.
+    """
+    name = name.strip()
+    if name.startswith("hf:"):
+        known = [EXACT, *PEERS]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ValueError(f"unknown peer {name!r}; {hint}")
+        return name
+    scheme = Scheme.parse(name)
+    if not calibrated:
+        refuse_uncalibrated(scheme)
+    return name
+
+
+def is_exact(name: str) -> bool:
+    """Whether nothing is quantized under this name."""
+    return name == EXACT or (not name.startswith("hf:") and not Scheme.parse(name).packs)
+
+
+def make(model: PreTrainedModel, name: str, calibration: str | Path | Calibration | None = None) -> Cache:
+    """A new, empty cache.
+
+    Args:
+        model: a decoder-only Transformers model.
+        name: a kvbits scheme or a peer. ``exact`` is kvbits' exact cache, :data:`EXACT` Transformers'.
+        calibration: for schemes that need one.
+
+    Raises:
+        ValueError: for an unknown name, and what :func:`kvbits.cache_for` and ``QuantizedCache`` refuse.
+        ImportError: where a peer's library is not installed.
+    """
+    name = check(name, calibrated=calibration is not None)
+    if name == EXACT:
+        return DynamicCache(config=model.config)
+    if name in PEERS:
+        return QuantizedCache(config=model.config, **PEERS[name])
+    return cache_for(model, name, calibration=calibration if _calibrates(name) else None)
+
+
+def _calibrates(name: str) -> bool:
+    """Whether a scheme takes anything from a calibration; a measured list may hold both kinds."""
+    scheme = Scheme.parse(name)
+    return scheme.needs_calibration or scheme.centred
+
+
+def nbytes(cache: Cache) -> int:
+    """Bytes that a cache really holds, growth slack and exact tokens included."""
+    return cache.nbytes.total if isinstance(cache, KVCache) else sum(map(storage_bytes, cache.layers))
+
+
+def kernels(cache: Cache) -> str:
+    """What computed attention in the last forward: ``kernel native``, ``decoded``, ... ; ``stock`` for peers."""
+    if not isinstance(cache, KVCache):
+        return "stock"
+    return ", ".join(sorted({layer.trace.outcome for layer in cache.packed_layers})) or "stock"

@@ -1,0 +1,112 @@
+"""The file that every measurement writes: one kind of rows, and the setting that they were measured in.
+
+::
+
+    {"format": 1, "kind": "quality", "setting": {"model": ..., "date": ..., ...}, "rows": [{"scheme": ..., ...}, ...]}
+
+A row of a scheme that failed has ``"error"`` with the reason, and none of the figures. A file is replaced as a whole or
+not at all, so an interrupted measurement keeps the rows it had; :meth:`Results.resume` goes on with them where the
+setting is the same in all that bears on figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvbits.files import replacing
+
+FORMAT = 1
+KINDS = ("quality", "retrieval", "tasks", "speed")
+
+_SIDE = {"date", "command", "kvbits", "python", "schemes"}
+"""Of a setting: what may differ between two runs whose rows stand in one file."""
+
+
+@dataclass
+class Results:
+    """Rows of one kind. ``setting`` and each row are plain JSON data."""
+
+    kind: str
+    setting: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind!r} is no kind of results; known are {', '.join(KINDS)}")
+
+    def save(self, path: str | Path) -> Path:
+        """Write the file, in place of one that is there."""
+        path = Path(path)
+        data = {"format": FORMAT, "kind": self.kind, "setting": self.setting, "rows": self.rows}
+        with replacing(path) as beside:
+            beside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Results:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: for a file that is damaged, of a later release, or something else.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no file of results, or damaged: {error}") from None
+        if not isinstance(data, Mapping) or not {"format", "kind", "setting", "rows"} <= set(data):
+            raise ValueError(
+                f"{path} is no file of results: 'kvbits eval --json' and 'kvbits bench --json' write those"
+            )
+        if data["format"] > FORMAT:
+            raise ValueError(f"{path} has format {data['format']}; this release reads up to {FORMAT}: update kvbits")
+        try:
+            return cls(data["kind"], dict(data["setting"]), [dict(row) for row in data["rows"]])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def resume(cls, path: str | Path | None, kind: str, setting: dict[str, Any]) -> Results:
+        """The results in a file, to go on with, or empty ones where there is no such file.
+
+        Raises:
+            ValueError: if the file is of another kind or setting, naming what differs.
+        """
+        if path is None or not Path(path).exists():
+            return cls(kind, setting)
+        found = cls.load(path)
+        if found.kind != kind:
+            raise ValueError(f"{path} has results of the kind {found.kind!r}, not {kind!r}; give another file")
+        here, there = _core(setting), _core(found.setting)
+        differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        if differing:
+            name = differing[0]
+            more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
+            raise ValueError(
+                f"{path} was measured with {name}={there.get(name)!r}, not {here.get(name)!r}{more}; give another "
+                "file, or delete this one to measure anew"
+            )
+        return cls(kind, setting, found.rows)
+
+    def find(self, **wanted: Any) -> dict[str, Any] | None:
+        """The first row without an error whose fields are these."""
+        for row in self.rows:
+            if "error" not in row and all(row.get(name) == value for name, value in wanted.items()):
+                return row
+        return None
+
+    def put(self, row: dict[str, Any], *keys: str) -> None:
+        """Add a row, in place of one with the same values under ``keys``."""
+        self.rows = [other for other in self.rows if any(other.get(key) != row.get(key) for key in keys)] + [row]
+
+
+def _core(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a setting bears on figures, as JSON would read it back."""
+    return dict(json.loads(json.dumps({name: value for name, value in setting.items() if name not in _SIDE})))

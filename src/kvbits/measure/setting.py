@@ -1,0 +1,62 @@
+"""What is recorded beside every figure: hardware, versions, seed, date, and the model that was measured."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import kvbits
+from kvbits.library import instruction_set
+
+SEED = 0
+
+
+def setting(model: PreTrainedModel | None = None, **more: Any) -> dict[str, Any]:
+    """Hardware, versions, seed, date and command; of a model its class, dtype, device and shape; then ``more``."""
+    found: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "cores": torch.get_num_threads(),
+        "device": "cpu" if model is None else device_name(model.device),
+        "instructions": instruction_set(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "kvbits": kvbits.__version__,
+        "seed": SEED,
+        "command": " ".join([Path(sys.argv[0]).name, *(shortened(word) for word in sys.argv[1:])]),
+    }
+    if model is not None:
+        config = model.config.get_text_config(decoder=True)
+        found["architecture"] = type(model).__name__
+        found["dtype"] = str(model.dtype).removeprefix("torch.")
+        found["layers"] = config.num_hidden_layers
+        found["parameters"] = sum(x.numel() for x in model.parameters())
+    return {**found, **more}
+
+
+def processor() -> str:
+    """The processor's name as the system gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """``cpu``, ``mps``, or the name of the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def shortened(word: str) -> str:
+    """A word of a command line, without the folders of a path that stands in it: results are read elsewhere."""
+    return Path(word).name if word.startswith(("/", "./", "../", "~")) else word
