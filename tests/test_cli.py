@@ -33,9 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run(*arguments: str, text: str | None = None) -> tuple[int, str]:
+def run(*arguments: str, text: str | None = None, columns: int = 200) -> tuple[int, str]:
     """Exit status and everything printed."""
-    result = CliRunner().invoke(app, list(arguments), input=text, env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, list(arguments), input=text, env={"COLUMNS": str(columns)})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
 

@@ -6,15 +6,17 @@ Peers are ``hf:dynamic`` (the exact cache), ``hf:quanto4``, ``hf:quanto2``, ``hf
 
 from __future__ import annotations
 
+import copy
 import difflib
 from pathlib import Path
 from typing import Any
 
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers.cache_utils import DynamicLayer
 
 from kvbits.files import Calibration, refuse_uncalibrated
 from kvbits.hf.attach import cache_for
-from kvbits.hf.cache import KVCache, storage_bytes
+from kvbits.hf.cache import KVCache, PackedLayer, storage_bytes
 from kvbits.scheme import Scheme
 
 EXACT = "hf:dynamic"
@@ -92,3 +94,43 @@ def kernels(cache: Cache) -> str:
     if not isinstance(cache, KVCache):
         return "stock"
     return ", ".join(sorted({layer.trace.outcome for layer in cache.packed_layers})) or "stock"
+
+
+def branch(cache: Cache) -> Cache:
+    """A cache that goes on from the same tokens by itself, and leaves the first one as it is.
+
+    Transformers' quantized layers never change a tensor in place, and those of quanto cannot be copied, so these two
+    share what they hold.
+    """
+    if not isinstance(cache, QuantizedCache):
+        return copy.deepcopy(cache)
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other
+
+
+def exact_ends(cache: Cache) -> tuple[int, int]:
+    """How many of its first and of its last tokens a cache of one row holds exactly right now.
+
+    Late sinks, which lie anywhere, and layers that keep the model's own type are not counted; where every layer is
+    exact, both are all tokens.
+    """
+    tokens, ends = cache.get_seq_length(), []
+    for layer in cache.layers:
+        if isinstance(layer, PackedLayer) and layer.core.scheme.packs and layer.core.held:
+            held, late = layer.core.held[0], len(layer.core.late[0]) if layer.core.late else 0
+            first = min(held, layer.core.sinks)
+            ends.append((first, held - first - late))
+        elif isinstance(layer, DynamicLayer) and isinstance(cache, QuantizedCache):  # no sinks; packed when it is full
+            residual = layer.keys
+            ends.append((0, residual.shape[-2] if residual is not None and residual.ndim == 4 else 0))
+    return min(ends, default=(tokens, tokens), key=sum)
+
+
+def packed_tokens(name: str, tokens: int) -> int:
+    """How many of so many tokens a cache of this name packs; of a peer, which keeps no sinks, all."""
+    if name.startswith("hf:"):
+        return 0 if name == EXACT else tokens
+    scheme = Scheme.parse(name)
+    exact = scheme.sinks + scheme.late_sinks + (scheme.residual or 0)
+    return max(0, (tokens - exact) // scheme.block * scheme.block) if scheme.packs else 0
