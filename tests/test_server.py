@@ -457,7 +457,7 @@ def test_a_port_in_use_is_named(folder: str) -> None:
 
 @pytest.mark.model
 def test_the_small_model_converses(smollm2: Any) -> None:
-    """Two turns: the second reuses the first, and says what one cache by hand says."""
+    """Two turns, of which the second reuses the first."""
     from kvbits import disable
 
     model, words_of = smollm2
@@ -474,4 +474,5 @@ def test_the_small_model_converses(smollm2: Any) -> None:
             assert events[-1].usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens
             assert "".join(event.choices[0].delta.content or "" for event in events[:-1]).strip()
     finally:
+        engine.close()
         disable(model)

@@ -55,6 +55,7 @@ def application(serving: Serving, api_key: str | None, body_bytes: int) -> FastA
 
     async def answer(kind: type[Chat] | type[Text], prefix: str, request: Request) -> Response:
         authorize(request, api_key)
+        serving.line.refuse_if_full()  # before a body is read, and again once it has become tokens
         handler = kind(serving, await read(request, body_bytes), f"{prefix}-{uuid.uuid4().hex}")
         return await unless_gone(request, handler.answer())
 

@@ -92,9 +92,17 @@ class Engine:
                 f"{self.sizes.at(2):,}; give more"
             )
         self._job: Job | None = None
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):  # what Transformers' decoder layers are
-                layer.register_forward_pre_hook(self._check)
+        self._hooks = [
+            layer.register_forward_pre_hook(self._check)
+            for layer in model.modules()
+            if isinstance(layer, GradientCheckpointingLayer)  # what Transformers' decoder layers are
+        ]
+
+    def close(self) -> None:
+        """Forget all caches, and leave the model as it was but for kvbits, which :func:`kvbits.disable` takes off."""
+        for hook in self._hooks:
+            hook.remove()
+        self.pool.kept.clear()
 
     def admit(self, prompt_tokens: int, new_tokens: int | None, default: int) -> int:
         """How many tokens an answer may have.

@@ -156,23 +156,21 @@ class _Turn(BaseGenerateManager):
         """In the thread of the engine."""
         job, writer, metrics = self.job, self.writer, self.serving.metrics
         assert job is not None and writer is not None
-        start, error = time.perf_counter(), None
+        start = time.perf_counter()
         try:
             self.serving.engine.run(job)
+            if job.ended:
+                job.config.max_new_tokens = None  # the handlers compare with it to tell "stop" from "length"
+            metrics.answered(job, self.arrived, time.perf_counter() - start)
+            writer.end()
         except Aborted:
-            error = self.refused
             metrics.cancelled.inc()
+            metrics.answered(job, self.arrived, time.perf_counter() - start)
+            writer.fail(self.refused)
         except Exception:
-            error = FAILED
             metrics.failed.inc()
             log.exception("an answer failed")
-        metrics.answered(job, self.arrived, time.perf_counter() - start)
-        if error is not None:
-            writer.fail(error)
-            return
-        if job.ended:
-            job.config.max_new_tokens = None  # the handlers compare with it to tell "stop" from "length"
-        writer.end()
+            writer.fail(FAILED)
 
     def refuse(self, why: Refused) -> None:
         """End the answer early, and say why."""
@@ -228,12 +226,14 @@ class _Handler(BaseHandler):
         self.include_usage = self.asked.get("stream_options", {}).get("include_usage", False)
         serving.refuse_unless_served(self.asked.get("model", serving.name))
         stops = self.asked.get("stop", [])
-        self.turn = _Turn(serving, Stops([stops] if isinstance(stops, str) else stops), self.asked.get("seed"))
+        stops = [stops] if isinstance(stops, str) else stops
+        own = serving.engine.model.generation_config.stop_strings or []
+        own = [own] if isinstance(own, str) else own
+        self.turn = _Turn(serving, Stops([*stops, *own]), self.asked.get("seed"))
 
     async def answer(self) -> Response:
         """Wait in the line, and answer. Raises :class:`Refused`."""
         serving = self.serving
-        serving.line.refuse_if_full()  # before the work of counting tokens
         ids = await asyncio.to_thread(self.tokens)
         if not ids:
             raise Refused(f"{self.required!r} has no tokens in it: it is empty", param=self.required)
@@ -284,7 +284,7 @@ class _Handler(BaseHandler):
         if config.pad_token_id is None:
             eos = config.eos_token_id
             config.pad_token_id = eos[0] if isinstance(eos, list) else eos
-        config.cache_implementation = config.max_length = None
+        config.cache_implementation = config.max_length = config.stop_strings = None
         config.num_beams = config.num_return_sequences = 1
         config.max_new_tokens = engine.admit(prompt_tokens, *self.most_tokens())
         return config

@@ -22,7 +22,7 @@ class _Sized(Protocol):
     def at(self, tokens: int, cache: KVCache | None = None) -> int: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Kept:
     """A cache between requests.
 
