@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from kvbits.serve.errors import FAILED, Refused
+from kvbits.serve.errors import Refused, failed
 from kvbits.serve.handlers import Chat, Serving, Text
 
 BODY_SECONDS = 30
@@ -167,7 +167,7 @@ async def _unknown(request: Request, error: Any) -> Response:
 
 
 async def _failed(request: Request, _: Exception) -> Response:
-    return await _refused(request, FAILED)
+    return await _refused(request, failed())
 
 
 class _Counted:

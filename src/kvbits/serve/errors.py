@@ -35,5 +35,11 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-FAILED = Refused("the server failed to answer; its log has the reason", 500, code="internal_error")
-"""All that a client is told of an error that is not its own."""
+def failed() -> Refused:
+    """All that a client is told of an error that is not its own."""
+    return Refused("the server failed to answer; its log has the reason", 500, code="internal_error")
+
+
+def stopped() -> Refused:
+    """What is told to those who wait when the server ends."""
+    return Refused("the server is shutting down", 503, code="shutting_down")

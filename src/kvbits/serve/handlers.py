@@ -37,7 +37,7 @@ from transformers.cli.serving.utils import (
 )
 
 from kvbits.serve.engine import Aborted, Engine, Job
-from kvbits.serve.errors import FAILED, Refused
+from kvbits.serve.errors import Refused, failed
 from kvbits.serve.fields import CHAT, COMPLETION, Check, check
 from kvbits.serve.line import Line
 from kvbits.serve.metrics import Metrics
@@ -170,7 +170,7 @@ class _Turn(BaseGenerateManager):
         except Exception:
             metrics.failed.inc()
             log.exception("an answer failed")
-            writer.fail(FAILED)
+            writer.fail(failed())
 
     def refuse(self, why: Refused) -> None:
         """End the answer early, and say why."""

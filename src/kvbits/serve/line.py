@@ -8,14 +8,11 @@ import threading
 import time
 from typing import Protocol
 
-from kvbits.serve.errors import Refused
+from kvbits.serve.errors import Refused, stopped
 
 log = logging.getLogger("kvbits.serve")
 
 LONGEST_RETRY_SECONDS = 600
-
-
-STOPPED = Refused("the server is shutting down", 503, code="shutting_down")
 
 
 class Turn(Protocol):
@@ -51,7 +48,7 @@ class Line:
     def refuse_if_full(self) -> None:
         """Raise :class:`Refused`, with the seconds after which to try again, where no more may wait."""
         if self._closed:
-            raise STOPPED
+            raise stopped()
         if len(self._waiting) >= self.limit:
             seconds = min(LONGEST_RETRY_SECONDS, math.ceil(self._seconds * self.limit))
             raise Refused(
@@ -85,7 +82,7 @@ class Line:
             self._closed = True
             self._changed.notify()
         for turn in turns:
-            turn.refuse(STOPPED)
+            turn.refuse(stopped())
 
     def join(self, seconds: float) -> None:
         """Once stopped, wait so long for the one that runs."""
