@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an empty stop": ({"stop": ""}, "a stop sequence must not be empty"),
     "many stops": ({"stop": ["a", "b", "c", "d", "e"]}, "at most 4"),
     "a stop that is a number": ({"stop": [3]}, "must be a string"),
-    "a bias for no token": ({"logit_bias": {"word": 1}}, "a token id"),
+    "a bias for no token": ({"logit_bias": {"word": 1}}, "token ids"),
     "a bias without bounds": ({"logit_bias": {"1": 1e9}}, "from -100 to 100"),
     "a stream of text": ({"stream": "yes"}, "must be true or false"),
     "unknown options": ({"stream_options": {"usage": True}}, "unknown field 'usage'"),
@@ -135,7 +135,10 @@ def test_what_changes_nothing_is_taken() -> None:
     }  # fmt: skip
     asked = check({"messages": MESSAGES, **harmless}, CHAT, "messages")
     assert asked["messages"] == MESSAGES and "stop" not in asked
-    calls = [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "5"}]
+    calls = [
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "5"},
+    ]
     check({"messages": [*MESSAGES, *calls]}, CHAT, "messages")
     with pytest.raises(Refused, match="'prompt' is missing"):
         check({"prompt": None}, COMPLETION, "prompt")

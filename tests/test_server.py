@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import served
@@ -26,6 +28,7 @@ served.skip_unless_serving()
 import openai  # noqa: E402  skipped where it is missing
 
 from kvbits.serve.engine import Engine  # noqa: E402
+from kvbits.serve.fields import CHAT, COMPLETION  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -212,6 +215,35 @@ def test_bodies_that_are_no_requests(
         and expected in error["message"]
         and set(error) == {"message", "type", "param", "code"}
     )
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 2000)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "w1 w2", "user"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "7"]), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(st.sampled_from(sorted({*CHAT, *COMPLETION} - {"max_tokens"})), JSON, max_size=5),
+    st.sampled_from(["/v1/chat/completions", "/v1/completions"]),
+)
+def test_no_body_is_an_error_of_the_server(tiny: served.Local, body: dict[str, Any], path: str) -> None:
+    """Whatever it holds is answered or refused, and nothing of it reaches the model that the model cannot take."""
+    whole = {"messages": ASK} if "chat" in path else {"prompt": "w1 w2"}
+    connection = http.client.HTTPConnection("127.0.0.1", tiny.port, timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", path, json.dumps({**whole, "max_tokens": 3, **body}), headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    assert response.status in (200, 400, 404), (text, body)
+    assert "internal_error" not in text, (text, body)
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [

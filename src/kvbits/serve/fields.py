@@ -117,20 +117,20 @@ def stop(value: Any) -> str | None:
     sequences = [value] if isinstance(value, str) else value
     if not isinstance(sequences, list) or len(sequences) > MOST_STOPS:
         return f"must be a string or a list of at most {MOST_STOPS}, not {shown(value)}"
-    for one in sequences:
-        wrong = "must not be empty" if one == "" else text(one)
-        if wrong is not None:
-            return f"is not right: a stop sequence {wrong}"
-    return None
+    wrong = ("must not be empty" if one == "" else text(one) for one in sequences)
+    return next((f"is not right: a stop sequence {reason}" for reason in wrong if reason is not None), None)
 
 
 def logit_bias(value: Any) -> str | None:
     if not isinstance(value, dict):
         return f"must be an object of token ids and numbers, not {shown(value)}"
-    for token, bias in value.items():
-        if not (token.isascii() and token.isdigit()) or not (_is_number(bias) and -100 <= bias <= 100):
-            return f"has {shown({token: bias})}; a token id and a number from -100 to 100 are allowed"
-    return None
+    allowed = number(-100, 100)
+    wrong = {token: bias for token, bias in value.items() if not _is_token(token) or allowed(bias)}
+    return f"has {shown(wrong)}; token ids and numbers from -100 to 100 are allowed" if wrong else None
+
+
+def _is_token(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def stream_options(value: Any) -> str | None:
@@ -146,9 +146,11 @@ def _object(value: Any, known: Mapping[str, Check]) -> str | None:
     if not isinstance(value, dict):
         return f"must be an object, not {shown(value)}"
     for name, one in value.items():
+        if one is None:  # as clients write what they leave out
+            continue
         if name not in known:
             return f"has the unknown field {name!r}; known are {', '.join(map(repr, known))}"
-        wrong = None if one is None else known[name](one)
+        wrong = known[name](one)
         if wrong is not None:
             return f"is not right: {name!r} {wrong}"
     return None
@@ -160,11 +162,8 @@ def _object(value: Any, known: Mapping[str, Check]) -> str | None:
 def messages(value: Any) -> str | None:
     if not isinstance(value, list) or not value:
         return f"must be a list of at least one message, not {shown(value)}"
-    for index, message in enumerate(value):
-        wrong = _message(message)
-        if wrong is not None:
-            return f"is not right: message {index} {wrong}"
-    return None
+    wrong = ((index, _message(message)) for index, message in enumerate(value))
+    return next((f"is not right: message {index} {reason}" for index, reason in wrong if reason is not None), None)
 
 
 def _message(message: Any) -> str | None:
