@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -43,6 +45,14 @@ FLAGS = (
     "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--no-first-run", "--no-default-browser-check", "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
+
+
+_RENUMBER = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def browser() -> str | None:
@@ -175,14 +185,16 @@ class Page:
     def _start(self, command: Sequence[str]) -> None:
         there, self._to = os.pipe()
         self._from, back = os.pipe()
-        # A shell gives the two ends their numbers; a function between fork and exec could hang a threaded parent.
-        words = ["sh", "-c", f'exec "$@" 3<&{there} 4>&{back}', "sh", *command]
+        # Out of the way of 3 and 4, which a process of its own gives them: a function that Popen calls between fork and
+        # exec could hang a parent that has threads.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (there, back)]
+        words = [sys.executable, "-S", "-E", "-c", _RENUMBER, *map(str, ends), *command]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(
-            words, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=(there, back), start_new_session=True
+            words, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=ends, start_new_session=True
         )
-        os.close(there)
-        os.close(back)
+        for end in (there, back, *ends):
+            os.close(end)
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._count += 1
