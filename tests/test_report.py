@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from kvbits.cli import app
 from kvbits.measure import report
-from kvbits.measure.report import Report, Rule, merge, page, words
+from kvbits.measure.report import Report, Rule, merge, page, tables, words
 from kvbits.measure.report.choose import front
 from kvbits.measure.report.drawing import DARK, LIGHT, Dot, Drawing, Label, text_width
 from kvbits.measure.report.heat import heat
@@ -153,6 +153,12 @@ def test_of_one_day_the_row_of_the_file_given_last_counts() -> None:
     assert row["kl_mean"] == 0.25 and row["source"] == "1.json"
 
 
+def test_a_date_of_a_row_comes_before_that_of_its_file() -> None:
+    rows = [quality_row("int4", 4.9, 0.25, date="2026-03-01"), quality_row("int4", 4.9, 0.5, date="2026-01-01")]
+    (row,) = built(quality(rows, date="2026-02-01")).models[0].all_runs[0].rows
+    assert row["kl_mean"] == 0.25
+
+
 @pytest.mark.parametrize("failed_on", ["2026-01-01", "2026-03-01"])
 def test_a_failure_never_takes_the_place_of_figures(failed_on: str) -> None:
     good = quality([quality_row("int4", 4.9, 0.25)], date="2026-02-01")
@@ -186,6 +192,49 @@ def test_what_rows_say_of_themselves_keeps_nothing_apart() -> None:
     made = built(*parts)
     (run,) = made.models[0].all_runs
     assert [row["context"] for row in run.rows] == [512, 8192] and run.varying == {}
+
+
+def test_a_calibration_bears_only_on_the_schemes_that_take_one() -> None:
+    names = ("int4", "nuq3-1%", "default")
+    parts = []
+    for place, digest in enumerate((None, "a" * 64, "b" * 64)):
+        rows = [quality_row(name, 4.0, 0.001 * (place + 1)) for name in names if digest or name != "nuq3-1%"]
+        parts.append(quality(rows, calibration_sha256=digest, date=f"2026-01-0{place + 1}"))
+    made = built(*parts)
+    (run,) = made.models[0].all_runs
+    found = [(row["scheme"], str(row.get("calibration"))[:4], row["kl_mean"]) for row in run.rows]
+    assert sorted(found) == [
+        ("default", "None", 0.001), ("default", "aaaa", 0.002), ("default", "bbbb", 0.003),
+        ("int4", "None", 0.003),
+        ("nuq3-1%", "aaaa", 0.002), ("nuq3-1%", "bbbb", 0.003),
+    ]  # fmt: skip
+    assert "aaaaaaaa</td>" in html_of(made)
+
+
+def test_a_row_whose_error_is_null_has_figures() -> None:
+    made = built(quality([quality_row("default", 4.5, 0.001, error=None)]))
+    assert taken(made) == "default" and made.models[0].all_runs[0].failures == []
+
+
+def test_remarks_are_said_once_with_all_they_are_about() -> None:
+    rows = [quality_row(f"int{bits}", bits, 0.1, warnings=["one window"]) for bits in range(2, 9)]
+    rows[0] |= {"missing": {"peak_bytes": "no /proc"}, "advice": "take more samples"}
+    rows.append({"scheme": "hf:hqq4", "error": "hqq is not installed"})
+    remarks = tables.remarks(built(quality(rows)).models[0])
+    assert remarks == [
+        ("quality of hf:hqq4", "failed: hqq is not installed"),
+        ("quality of int2, int3, int4 and 4 more", "one window"),
+        ("quality of int2", "take more samples"),
+        ("quality of int2", "no peak_bytes: no /proc"),
+    ]
+
+
+def test_what_is_of_single_samples_is_in_the_json_and_not_on_the_page(tmp_path: Path) -> None:
+    rows = tasks({"default": (0.7, 5, 6)})
+    rows.rows[0]["scores"] = "01" * 500
+    report.write(saved(tmp_path, quality(), rows), tmp_path / "out", pictures=False)
+    assert "0101" in (tmp_path / "out" / "report.json").read_text()
+    assert "0101" not in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_models_stay_apart_and_the_widest_run_is_the_main_one() -> None:
@@ -368,11 +417,20 @@ def test_one_scheme_is_enough() -> None:
     assert html_of(made).count("not measured") >= 3
 
 
-def test_bits_are_those_that_more_rows_have() -> None:
-    peers = [quality_row(f"hf:{name}", None, 0.1, bits_per_element=5.0) for name in ("quanto4", "hqq4")]
-    made = built(quality([quality_row("default", 4.5, 0.001), *peers]))
-    assert made.choices[0].bits_field == "bits_per_element" and made.choices[0].of("default").bits == 10.5
-    assert built(quality()).choices[0].bits_field == "bits_at_8000"
+def test_bits_are_those_at_8000_tokens_if_half_of_the_schemes_have_them() -> None:
+    peers = [quality_row(f"hf:{name}", None, 0.1) | {"bits_per_element": 5.0} for name in ("quanto4", "hqq4")]
+    exact = quality_row("hf:dynamic", None, 1e-9) | {"bits_per_element": 32.0}
+    (few,) = built(quality([exact, quality_row("default", 4.5, 0.001), *peers])).choices
+    assert few.bits_field == "bits_per_element" and few.of("default").bits == 10.5 and few.of("hf:dynamic").bits == 32
+    made = built(quality([exact, quality_row("default", 4.5, 0.001), peers[0]]))
+    assert made.choices[0].bits_field == "bits_at_8000" and made.choices[0].of("hf:quanto4").point is None
+    # What is exact counts 16 bits there, in the exact cache too: 32 would flatter all others.
+    assert made.choices[0].of("hf:dynamic").bits == 16
+    text = html_of(made)
+    assert "3.6 times smaller than the exact cache" in text and "the exact cache has 16" in text
+    assert "bits at 8,000 tokens are not known: hf:quanto4." in text
+    assert "The same against bits as measured" in text and ">hf:quanto4\n5.00 bits" in text
+    assert "The exact cache against itself: 1.0e-9." in text
 
 
 def test_nothing_at_all_is_an_error() -> None:
@@ -504,7 +562,8 @@ def test_every_picture_is_a_png_that_shows_something(tmp_path: Path) -> None:
     made = report.write(saved(tmp_path, *everything()), tmp_path / "out")
     names = {path.name for path in made.files}
     assert names == {
-        "index.html", "report.json", "report.md", "quality.png", "speed.png", "memory.png", "retrieval-passkey.png",
+        "index.html", "report.json", "report.md", "quality.png", "quality-as-measured.png", "speed.png", "memory.png",
+        "retrieval-passkey.png",
     }  # fmt: skip
     assert names == {path.name for path in (tmp_path / "out").iterdir()}
     for model, name, drawing in files(made.models, made.choices, made.rule):
@@ -523,7 +582,7 @@ def test_names_of_pictures_are_names_of_files(tmp_path: Path) -> None:
     models = ["../../evil", "..", "org/model", "org\\model", "org:model"]
     made = built(*(quality(model=model) for model in models), retrieval({"x": 1.0}, model=models[0]))
     names = [name for _, name, _ in files(made.models, made.choices, made.rule)]
-    assert len(set(names)) == len(names) == 6
+    assert len(set(names)) == len(names) == 11
     assert all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.png", name) for name in names), names
 
 
@@ -713,9 +772,9 @@ def test_a_fair_part_uses_what_there_is(sizes: list[int], most: int) -> None:
 def test_markdown_has_whole_tables_whatever_the_names(tmp_path: Path) -> None:
     report.write(saved(tmp_path, *hostile()), tmp_path / "out", pictures=False)
     text = (tmp_path / "out" / "report.md").read_text()
-    tables = re.findall(r"(?:^\|.*\n?)+", text, flags=re.M)
-    assert len(tables) == 6
-    for table in tables:
+    found = re.findall(r"(?:^\|.*\n?)+", text, flags=re.M)
+    assert len(found) == 6
+    for table in found:
         rows = table.strip().split("\n")
         counts = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
         assert len(counts) == 1 and re.fullmatch(r"\|(?: (?:---|--:) \|)+", rows[1])

@@ -87,10 +87,10 @@ class Choice:
         return next(one for one in self.standings if one.scheme == scheme)
 
 
-def choose(measured: Measured, rule: Rule) -> Choice:
-    """Apply the rule to what was measured of one model."""
+def choose(measured: Measured, rule: Rule, bits: str | None = None) -> Choice:
+    """Apply the rule to what was measured of one model. ``bits`` is the field to take bits from, if not the best."""
     quality = measured.main("quality")
-    bits = bits_field(quality)
+    bits = bits or bits_field(quality)
     every = _with_front([_judged(one, rule) for one in standings(measured, bits)])
     every.sort(key=lambda one: (not one.exact, one.bits is None, one.bits or 0.0, one.scheme))
     choice = Choice(every, bits)

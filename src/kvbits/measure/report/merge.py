@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvbits.measure.results import FORMAT, KINDS, Results
+from kvbits.scheme import Scheme
 
 Row: TypeAlias = dict[str, Any]
 
@@ -35,7 +36,7 @@ NUMBERS = {
 }  # fmt: skip
 """Fields of rows that are numbers, or missing."""
 
-_VERSIONS = {"date", "command", "commit", "kvbits", "python", "torch", "transformers"}
+_VERSIONS = {"date", "command", "commit", "kvbits", "python", "torch", "transformers", "lm_eval"}
 _MACHINE = {"processor", "cores", "device", "instructions"}
 _GRID = {
     "quality": {"schemes"},
@@ -44,6 +45,9 @@ _GRID = {
     "speed": {"schemes", "weights", "dtypes", "batches", "batch", "contexts", "context"},
 }
 """Of a setting: what was measured, which each row says of itself."""
+
+_CALIBRATION = ("calibration_sha256", "calibration")
+"""Of a setting: which calibration there was. It bears on the rows of schemes that take one, and on no others."""
 
 
 @dataclass
@@ -67,12 +71,12 @@ class Run:
     @property
     def figures(self) -> list[Row]:
         """The rows that did not fail."""
-        return [row for row in self.rows if "error" not in row]
+        return [row for row in self.rows if not failed(row)]
 
     @property
     def failures(self) -> list[Row]:
         """The others: each has an ``error``."""
-        return [row for row in self.rows if "error" in row]
+        return [row for row in self.rows if failed(row)]
 
     @property
     def dates(self) -> list[str]:
@@ -149,11 +153,17 @@ def merge(found: Iterable[tuple[str, Results]]) -> list[Measured]:
     return [Measured(model, models[model]) for model in order]
 
 
+def failed(row: Row) -> bool:
+    """Whether a row has the reason of a failure in place of figures."""
+    return row.get("error") is not None
+
+
 def differing(runs: list[Run]) -> list[dict[str, Any]]:
-    """Of each run of one kind, what of its setting is not the same in all, and keeps them apart."""
+    """Of each run of one kind, what of its setting keeps it apart; digests only where nothing else does."""
     names = dict.fromkeys(name for run in runs for name in run.setting if name not in _free(run.kind))
     apart = [name for name in names if len({_text(run.setting.get(name)) for run in runs}) > 1]
-    return [{name: run.setting.get(name) for name in apart} for run in runs]
+    told = [name for name in apart if not name.endswith("_sha256")] or apart
+    return [{name: run.setting.get(name) for name in told} for run in runs]
 
 
 def numbered(runs: Iterable[Run]) -> list[tuple[int, Run]]:
@@ -173,17 +183,18 @@ def _joined(group: list[tuple[str, Results]]) -> Run:
     once: dict[str, Row] = {}
     for source, results in group:
         for row in results.rows:
-            dated = {**row, "date": str(row.get("date") or _date(results.setting))}
+            dated = {**row, "date": str(row.get("date") or _date(results.setting))} | _calibration(row, results.setting)
             once.setdefault(_text(dated), {**dated, "source": source})
     used = {row["source"] for row in once.values()}
     settings = {source: results.setting for source, results in group if source in used or not used}
     run = Run(kind, _model(group[0][1].setting), settings)
     places: dict[str, int] = {}
     for row in sorted(once.values(), key=lambda row: str(row["date"])):
-        place = places.setdefault(_text([row.get(key) for key in KEYS[kind]]), len(run.rows))
+        key = [row.get(name) for name in (*KEYS[kind], "calibration")]
+        place = places.setdefault(_text(key), len(run.rows))
         if place == len(run.rows):
             run.rows.append(row)
-        elif "error" in row and "error" not in run.rows[place]:
+        elif failed(row) and not failed(run.rows[place]):
             run.replaced.append(row)
         else:
             run.replaced.append(run.rows[place])
@@ -199,7 +210,22 @@ def _identity(results: Results) -> str:
 
 def _free(kind: str) -> set[str]:
     """Fields of a setting in which the files of one run may differ."""
-    return _VERSIONS | _GRID[kind] | (set() if kind == "speed" else _MACHINE)
+    return _VERSIONS | _GRID[kind] | set(_CALIBRATION) | (set() if kind == "speed" else _MACHINE)
+
+
+def _calibration(row: Row, setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Which calibration a row was measured with, where its scheme takes one and it does not say so itself."""
+    found = next((setting[name] for name in _CALIBRATION if setting.get(name)), None)
+    return {"calibration": found} if found and "calibration" not in row and calibrates(row.get("scheme")) else {}
+
+
+def calibrates(scheme: Any) -> bool:
+    """Whether a scheme, if it is one of kvbits, takes anything from a calibration."""
+    try:
+        parsed = Scheme.parse(str(scheme))
+    except ValueError:
+        return False
+    return parsed.needs_calibration or parsed.centred
 
 
 def _model(setting: Mapping[str, Any]) -> str:

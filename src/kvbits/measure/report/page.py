@@ -15,8 +15,9 @@ from kvbits.measure.report.drawing import DARK, LIGHT, Drawing
 from kvbits.measure.report.hero import hero
 from kvbits.measure.report.markup import Safe, data, joined, tag
 from kvbits.measure.report.merge import Measured, Run
-from kvbits.measure.report.pictures import against_context, heat_maps, pictures
-from kvbits.measure.report.scatter import NARROW, scatter
+from kvbits.measure.report.pictures import against_context, heat_maps, pictures, scatters
+from kvbits.measure.report.scatter import NARROW
+from kvbits.measure.report.standing import LONG
 from kvbits.measure.report.svg import svg
 from kvbits.measure.report.tables import Cell, Column, Table
 
@@ -26,6 +27,9 @@ SHOWN = {"pair": 4, "maps": 6}
 MOST_ROWS, MOST_PICTURES, MOST_REMARKS, MOST_DATA = 1500, 120, 200, 600_000
 """What a page holds, so that it weighs less than 3 MB whatever it is made of: rows of tables, small pictures, failures
 and warnings, and bytes of data to take out again. What is left out is said, and is in report.json."""
+
+PER_SAMPLE = {"scores", "hits", "texts", "answers"}
+"""Fields of rows that hold something for each sample, and are in report.json only."""
 
 Heading = Callable[[str], Safe]
 
@@ -43,7 +47,7 @@ def page(models: Sequence[Measured], choices: Sequence[Choice], rule: Rule, ever
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     one = len(models) == 1
     title = f"Which KV cache for {models[0].model}?" if one else f"Which KV cache for these {len(models)} models?"
-    packed = data(everything)
+    packed = data(_light(everything))
     return Template(_file("template.html")).substitute(
         title=joined([title]),
         policy=f"'sha256-{digest}'",
@@ -84,7 +88,7 @@ class _Body:
         return joined(
             [
                 hero(choice, self.rule),
-                _quality(choice, self.rule, heading),
+                _quality(measured, choice, self.rule, heading),
                 _card(heading("All schemes"), self._table(tables.verdicts(choice))),
                 self._speed(measured, choice, heading),
                 self._retrieval(measured, choice, heading),
@@ -165,6 +169,13 @@ def fair(sizes: Sequence[int], most: int) -> int:
     return most
 
 
+def _light(value: Any) -> Any:
+    """Plain data without what is of single samples."""
+    if isinstance(value, dict):
+        return {name: _light(x) for name, x in value.items() if name not in PER_SAMPLE}
+    return [_light(x) for x in value] if isinstance(value, list) else value
+
+
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
@@ -232,13 +243,20 @@ def _overview(models: Sequence[Measured], choices: Sequence[Choice]) -> Safe:
     return _card(tag("h2", "In short"), table(Table("The scheme to take for each model", columns, rows)), note)
 
 
-def _quality(choice: Choice, rule: Rule, heading: Heading) -> Safe | None:
-    wide, narrow = scatter(choice, rule), scatter(choice, rule, NARROW)
-    if wide is None or narrow is None:
+def _quality(measured: Measured, choice: Choice, rule: Rule, heading: Heading) -> Safe | None:
+    """The picture for a screen and that for a telephone, of which a page shows one; more of them on demand."""
+    pairs = zip(scatters(measured, choice, rule), scatters(measured, choice, rule, NARROW), strict=True)
+    figures = [tag("figure", svg(wide, "wide"), svg(narrow, "narrow")) for (_, wide), (_, narrow) in pairs]
+    if not figures:
         return None
+    exact = choice.exact
+    floor = f" The exact cache against itself: {words.small(exact.kl)}." if exact and exact.kl is not None else ""
     said = "Down and to the left is better. On the line, the Pareto front, are schemes that no other beats in both."
-    figure = tag("figure", svg(wide, "wide"), svg(narrow, "narrow"))
-    return _card(heading("Quality against memory"), tag("p", said, class_="about"), figure)
+    absent = words.listed([one.scheme for one in choice.standings if one.kl is not None and one.bits is None])
+    bits = "bits at 8,000 tokens" if choice.bits_field == LONG else "bits"
+    note = tag("p", f"Not in the picture, as their {bits} are not known: {absent}.", class_="note") if absent else None
+    more = [_closed("The same against bits as measured, in these windows", figure) for figure in figures[1:]]
+    return _card(heading("Quality against memory"), tag("p", said + floor, class_="about"), figures[0], note, *more)
 
 
 def table(shown: Table, most: int | None = None) -> Safe:

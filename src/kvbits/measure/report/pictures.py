@@ -7,12 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvbits.measure.report import lines
-from kvbits.measure.report.choose import Choice, Rule
+from kvbits.measure.report.choose import Choice, Rule, choose
 from kvbits.measure.report.drawing import Drawing, sheet, titled
 from kvbits.measure.report.heat import heat
 from kvbits.measure.report.merge import Measured, Row, Run, numbered
-from kvbits.measure.report.scatter import scatter
-from kvbits.measure.report.standing import COMBINATION, EXACT, combination
+from kvbits.measure.report.scatter import WIDE, scatter
+from kvbits.measure.report.standing import COMBINATION, EXACT, MEASURED, combination
+
+
+def scatters(measured: Measured, choice: Choice, rule: Rule, width: float = WIDE) -> list[tuple[str, Drawing]]:
+    """Quality against the bits of the choice and, where they were measured too, against those of the windows."""
+    drawn = [("quality", scatter(choice, rule, width))]
+    if choice.bits_field != MEASURED:
+        drawn.append(("quality-as-measured", scatter(choose(measured, rule, MEASURED), rule, width)))
+    return [(name, drawing) for name, drawing in drawn if drawing is not None]
 
 
 def against_context(run: Run, choice: Choice) -> list[tuple[str, Drawing]]:
@@ -81,9 +89,8 @@ def _of(measured: Measured, choice: Choice, rule: Rule) -> Iterator[tuple[str, D
     def about(title: str) -> str:
         return f"{title}, {measured.model}"
 
-    quality = scatter(choice, rule)
-    if quality is not None:
-        yield "quality", sheet([quality], about("Quality against bits"), 1)
+    for name, drawing in scatters(measured, choice, rule):
+        yield name, sheet([drawing], about(drawing.title), 1)
     for place, run in numbered(measured.all_runs):
         again = f"-{place}" if place > 1 else ""
         if run.kind == "speed":
@@ -99,7 +106,9 @@ def _of(measured: Measured, choice: Choice, rule: Rule) -> Iterator[tuple[str, D
 
 
 def _told(name: str, value: Any) -> str:
-    return f"{name} {value}" if name == "batch" else f"{value} weights" if name == "weights" else str(value)
+    if name == "weights":
+        return "weights as loaded" if value in (None, "none") else f"{value} weights"
+    return f"batch {value}" if name == "batch" else str(value)
 
 
 def _slug(name: str) -> str:

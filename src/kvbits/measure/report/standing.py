@@ -98,7 +98,7 @@ def standings(measured: Measured, bits: str) -> list[Standing]:
         rows = (best.get(scheme), fastest.get(scheme))
         share, share_exact = found.get(scheme, (None, None))
         one = Standing(
-            scheme, scheme in EXACT, quality=rows[0], bits=real(rows[0], bits), speed_row=rows[1],
+            scheme, scheme in EXACT, quality=rows[0], bits=_bits(scheme, rows[0], bits), speed_row=rows[1],
             timed=scheme in timed, found=share, found_exact=share_exact, compared=compared.get(scheme, ()),
             failures=tuple(failures.get(scheme, ())),
             warnings=tuple(dict.fromkeys(text for row in rows for text in warnings_of(row))),
@@ -107,11 +107,21 @@ def standings(measured: Measured, bits: str) -> list[Standing]:
     return every
 
 
+LONG, MEASURED = "bits_at_8000", "bits_per_element"
+"""Fields of bits: after 8,000 tokens, where exact ones count 16 bits, and of the windows that were measured."""
+
+
 def bits_field(run: Run | None) -> str:
-    """Bits at 8,000 tokens, but where more rows have only those of the windows that were measured."""
-    counts = Counter(name for row in _figures(run) for name in row if row[name] is not None)
-    long, short = counts["bits_at_8000"], counts["bits_per_element"]
-    return "bits_at_8000" if long and long >= short else "bits_per_element"
+    """Bits at 8,000 tokens, if at least half of the schemes that quantize have them, else those that were measured."""
+    rows = [row for row in _figures(run) if row["scheme"] not in EXACT and not one_shot(row)]
+    long = sum(row.get(LONG) is not None for row in rows)
+    return LONG if rows and 2 * long >= len(rows) else MEASURED
+
+
+def _bits(scheme: str, row: Row | None, field: str) -> float | None:
+    """Of a row of quality. A long exact cache has 16 bits by the definition of the field, whatever its dtype."""
+    bits = real(row, field)
+    return 16.0 if bits is None and row is not None and field == LONG and scheme in EXACT else bits
 
 
 def one_shot(row: Row) -> bool:

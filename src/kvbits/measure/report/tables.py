@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbits.measure.report import words
 from kvbits.measure.report.choose import Choice
-from kvbits.measure.report.merge import Measured, Row, Run, differing, numbered
+from kvbits.measure.report.merge import Measured, Row, Run, differing, failed, numbered
 from kvbits.measure.report.standing import Standing, one_shot, warnings_of
 from kvbits.measure.report.words import real
 
@@ -89,6 +89,11 @@ _BITS = _number("bits", "bits_per_element", words.decimal, "Bits per element of 
 _KV = _number("KV cache", "kv_bytes", words.size, "Bytes that the cache really holds.")
 _PEAK = _number("peak memory", "peak_bytes", words.size, "The most memory in use.")
 _SECONDS = _number("seconds", "seconds", _digits(1))
+_CALIBRATED = Field(
+    Column("calibration", "The beginning of its digest.", left=True),
+    ("calibration",),
+    lambda row: str(row.get("calibration") or words.NONE)[:8],
+)
 
 FIELDS: dict[str, tuple[Field, ...]] = {
     "quality": (
@@ -104,6 +109,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         _PEAK,
         _SECONDS,
         _KERNEL,
+        _CALIBRATED,
     ),
     "speed": (
         _SCHEME,
@@ -117,11 +123,13 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         Field(Column("step spread", "Milliseconds."), ("step_ms_low",), _range("step_ms_low", "step_ms_high", 1, 1)),
         _number("decode", "decode_tokens_per_second", _digits(1), "Tokens a second."),
         _number("against exact", "speed_against_exact", words.times, "Above 1: faster than the exact cache."),
+        _text("faster from", "break_even", "The context from which on it is faster than the exact cache."),
         _number("flush", "flush_ms", _digits(1), "Milliseconds of a step that packs."),
         _KV,
         _BITS,
         _PEAK,
         _KERNEL,
+        _CALIBRATED,
     ),
     "retrieval": (
         _SCHEME,
@@ -138,6 +146,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         _KV,
         _SECONDS,
         _KERNEL,
+        _CALIBRATED,
     ),
     "tasks": (
         _SCHEME,
@@ -152,6 +161,7 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         _number("p", "p_value", words.chance, "McNemar's test against the exact cache."),
         _number("packed", "packed_share", lambda x: words.percent(x, 0), "Of what was read, the share in few bits."),
         _KERNEL,
+        _CALIBRATED,
     ),
 }  # fmt: skip
 """Columns of each kind; those that no row of a table has are left out."""
@@ -199,7 +209,7 @@ def _verdict(one: Standing, choice: Choice) -> tuple[str, str]:
     if one.failed:
         return f"fails {', '.join(one.failed)}", ""
     if one.point is None:
-        return "quality not measured", "warn"
+        return "quality not measured" if one.kl is None else "bits not measured", "warn"
     return "good, but for a warning" if one.warnings else "good, in more bits", "warn" if one.warnings else ""
 
 
@@ -208,13 +218,13 @@ def rows_of(run: Run, rows: Sequence[Row], title: str) -> Table:
     fields = [
         field for field in FIELDS[run.kind] if any(row.get(name) is not None for row in rows for name in field.names)
     ]
-    told = [_told(row) for row in rows]
-    some = any(remark.text for remark in told)
+    told = [words.cut("; ".join(_told(row))) for row in rows]
+    some = any(told)
     columns = [field.column for field in fields] + ([Column("remarks", left=True, long=True)] if some else [])
     found = []
     for row, remark in zip(rows, told, strict=True):
         cells = [Cell(field.write(row), _sort_value(field, row)) for field in fields]
-        found.append(cells + ([remark] if some else []))
+        found.append(cells + ([Cell(remark, mark="bad" if failed(row) else "warn")] if some else []))
     return Table(title, columns, found, note=_note(run))
 
 
@@ -254,18 +264,17 @@ def apart(measured: Measured, run: Run) -> str:
 
 
 def remarks(measured: Measured) -> list[tuple[str, str]]:
-    """Every failure, warning and difference of setting of a model: what it is about, and what it says."""
-    found: list[tuple[str, str]] = []
+    """Every failure, warning and difference of setting of a model: what it is about, and what it says, each once."""
+    about: dict[tuple[str, str], dict[str, None]] = {}
     for run in measured.all_runs:
-        found += [(f"{row['scheme']} ({run.kind})", _failed(row)) for row in run.failures]
-        found += [(f"{row['scheme']} ({run.kind})", words.cut(text)) for row in run.rows for text in warnings_of(row)]
-        found += [
-            (run.kind, f"rows differ in {name}: {words.listed(list(map(words.plain, values)))}")
-            for name, values in run.varying.items()
-        ]
+        for row in sorted(run.rows, key=failed, reverse=True):
+            for text in _told(row):
+                about.setdefault((run.kind, text), {})[row["scheme"]] = None
+        for name, values in run.varying.items():
+            about[run.kind, f"rows differ in {name}: {words.listed(list(map(words.plain, values)))}"] = {}
         if run.replaced:
-            found.append((run.kind, _replaced(run)))
-    return list(dict.fromkeys(found))
+            about[run.kind, _replaced(run)] = {}
+    return [(_subject(kind, list(schemes)), text) for (kind, text), schemes in about.items()]
 
 
 def _alone(runs: Sequence[Run]) -> list[bool]:
@@ -275,14 +284,13 @@ def _alone(runs: Sequence[Run]) -> list[bool]:
 
 
 def _rows_in_words(run: Run) -> str:
-    failed = f", {len(run.failures)} failed" if run.failures else ""
-    return f"{len(run.rows)}{failed}"
+    return f"{len(run.rows)}, {len(run.failures)} failed" if run.failures else str(len(run.rows))
 
 
 def _replaced(run: Run) -> str:
-    failed = sum("error" in row for row in run.replaced)
-    again = len(run.replaced) - failed
-    parts = [f"{again} measured again later" if again else "", f"{failed} failed in another file" if failed else ""]
+    bad = sum(map(failed, run.replaced))
+    again = len(run.replaced) - bad
+    parts = [f"{again} measured again later" if again else "", f"{bad} failed in another file" if bad else ""]
     return f"rows left out: {words.listed([part for part in parts if part])}; report.json has them"
 
 
@@ -292,14 +300,19 @@ def _note(run: Run) -> str:
     )
 
 
-def _told(row: Row) -> Cell:
-    if "error" in row:
-        return Cell(_failed(row), mark="bad")
-    return Cell(words.cut("; ".join(warnings_of(row))), mark="warn")
+def _told(row: Row) -> list[str]:
+    """What a row says besides figures: why it failed, what it warns of, what to do, and why a figure is missing."""
+    missing = row.get("missing")
+    found = [f"failed: {row['error']}"] if failed(row) else []
+    found += [*warnings_of(row), *([str(row["advice"])] if row.get("advice") else [])]
+    found += [f"no {name}: {why}" for name, why in missing.items()] if isinstance(missing, dict) else []
+    return list(map(words.cut, found))
 
 
-def _failed(row: Row) -> str:
-    return words.cut(f"failed: {row['error']}")
+def _subject(kind: str, schemes: list[str]) -> str:
+    """``quality of a, b and 3 more``."""
+    shown = schemes if len(schemes) <= 4 else [*schemes[:3], f"{len(schemes) - 3} more"]
+    return f"{kind} of {words.listed(shown)}" if shown else kind
 
 
 def _sort_value(field: Field, row: Row) -> Any:
