@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from browser import Page
+
 
 # Processes that run tests side by side have it, and then consoles are as wide, whatever a test asks for.
 os.environ.pop("COLUMNS", None)
@@ -38,3 +40,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def tab() -> Iterator[Page]:
+    """A tab of a headless browser; skips where there is none."""
+    from browser import Page
+
+    with Page() as opened:
+        yield opened

