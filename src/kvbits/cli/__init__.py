@@ -8,7 +8,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import calibrate, generate, schemes
+    from kvbits.cli import calibrate, generate, inspect, schemes
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -27,6 +27,7 @@ COMMANDS = (
     schemes.schemes,
     schemes.explain,
     calibrate.calibrate,
+    inspect.inspect,
     version,
 )
 """In the order in which ``kvbits --help`` lists them."""
