@@ -501,7 +501,7 @@ def test_an_interruption_between_the_two_files_is_seen(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvbits.files._sha256", stop)
+    monkeypatch.setattr("kvbits.files.calibration._sha256", stop)
     with pytest.raises(KeyboardInterrupt):
         calibrated.save(tmp_path)
     monkeypatch.undo()

@@ -1,7 +1,7 @@
 """kvbits: the KV cache of language models in 2 to 8 bits, and attention straight from the stored bits.
 
-Names are loaded at first use. ``cache_for``, ``enable``, ``disable``, ``load_model``, ``explain`` and ``calibrate``
-need Transformers; everything else works without it.
+Names are loaded at first use. ``cache_for``, ``enable``, ``disable``, ``load_model``, ``explain``, ``calibrate``,
+``save`` and ``load`` need Transformers; everything else works without it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvbits.hf.cache import KVCache
     from kvbits.hf.explain import explain
     from kvbits.hf.loading import load_model
+    from kvbits.saving import Saved, load, save
     from kvbits.scheme import Scheme
 
 __version__ = "0.1.0"
@@ -28,14 +29,17 @@ __all__ = [
     "Calibration",
     "KVCache",
     "LayerCache",
+    "Saved",
     "Scheme",
     "cache_for",
     "calibrate",
     "disable",
     "enable",
     "explain",
+    "load",
     "load_calibration",
     "load_model",
+    "save",
 ]
 
 _LAZY = {
@@ -44,14 +48,17 @@ _LAZY = {
     "Calibration": "kvbits.files",
     "KVCache": "kvbits.hf.cache",
     "LayerCache": "kvbits.cache",
+    "Saved": "kvbits.saving",
     "Scheme": "kvbits.scheme",
     "cache_for": "kvbits.hf.attach",
     "calibrate": "kvbits.calibration",
     "disable": "kvbits.hf.attach",
     "enable": "kvbits.hf.attach",
     "explain": "kvbits.hf.explain",
+    "load": "kvbits.saving",
     "load_calibration": "kvbits.files",
     "load_model": "kvbits.hf.loading",
+    "save": "kvbits.saving",
 }
 
 _MODULES = ("attend", "cache", "catalogue", "codecs", "scheme", "store")

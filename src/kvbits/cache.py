@@ -601,6 +601,26 @@ class LayerCache:
         self.even = len(set(self.held)) <= 1
         self.store.select_rows(index)
 
+    @_outlasting
+    def restore(
+        self,
+        rows: Rows,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        held: Sequence[int],
+        late: Late,
+        store: BlockStore,
+        dropped: int = 0,
+    ) -> None:
+        """Take what another layer of the same scheme held; its exact tokens ``[B, H, T, D]`` are copied."""
+        buffers = []
+        for x in (keys, values):
+            buffers.append(self._buffer(x, x.shape[2]))
+            buffers[-1][:, :, : x.shape[2]] = x
+        self.rows, self.held, self.late, self.dropped = rows, list(held), late, dropped
+        self.keys, self.values = buffers
+        self.store, self.even = store, len(set(held)) <= 1
+
     def _adopt(self) -> None:
         """Take tensors that may be changed: a copy made under ``torch.inference_mode()`` has others."""
         if self.keys is None or self.values is None or not self.keys.is_inference():

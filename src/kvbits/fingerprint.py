@@ -1,4 +1,4 @@
-"""What a calibration belongs to: the model's configuration, a sample of its weights, its rotary frequencies, a text.
+"""What a calibration or a cache belongs to: a model's configuration, a sample of its weights, its rotary frequencies.
 
 Tables fitted for one model silently spoil another one of the same shape, such as its own finetune. So a calibration
 carries a fingerprint, and is compared with the model it is loaded onto. Nothing here imports Transformers: a model is
@@ -48,6 +48,12 @@ def weights(model: Any) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.bfloat16)
 
 
+def adapters(model: Any) -> list[str]:
+    """Names of the adapters (LoRA and others of PEFT) that work in a model right now."""
+    layers = [module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
+    return sorted({str(name) for layer in layers if not layer.disable_adapters for name in layer.active_adapters})
+
+
 def of_tokenizer(tokenizer: Any) -> str | None:
     """Digest of the vocabulary; None without a tokenizer."""
     if tokenizer is None:
@@ -62,9 +68,15 @@ def digest(x: torch.Tensor) -> str:
 
 
 def differences(
-    here: Mapping[str, Any], there: Mapping[str, Any], weights_here: torch.Tensor, weights_there: torch.Tensor
+    here: Mapping[str, Any],
+    there: Mapping[str, Any],
+    weights_here: torch.Tensor | None = None,
+    weights_there: torch.Tensor | None = None,
 ) -> list[str]:
-    """How the model ``here`` differs from the one a calibration was made for, in words; empty where it does not."""
+    """How the model ``here`` differs from the one something was made for, in words; empty where it does not.
+
+    With their :func:`weights`, one that was loaded in float16 does not differ from itself in another type.
+    """
     if here["class"] != there["class"]:
         return [f"this is a {here['class']}, not a {there['class']}"]
     found = []
@@ -77,7 +89,9 @@ def differences(
             found.append(f"{name} is {_short(ours)}, not {_short(theirs)}")
     if not found and _other_frequencies(here["rotary"], there["rotary"]):
         found.append("its rotary frequencies are others")
-    same = here["weights"] == there["weights"] or _equal_in_half(here, there, weights_here, weights_there)
+    same = here["weights"] == there["weights"]
+    if not same and weights_here is not None and weights_there is not None:
+        same = _equal_in_half(here, there, weights_here, weights_there)
     if not found and not same:
         found.append("its weights are others: a finetune, another checkpoint or another quantization of them")
     return found

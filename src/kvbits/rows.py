@@ -7,6 +7,7 @@ One :class:`Rows` is shared by all layers of a cache and replaced, never changed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -158,6 +159,13 @@ class Rows:
             ]
             cropped.runs = None if all(row == _START for row in kept) else tuple(kept)
         return cropped
+
+    def renumbered(self, epochs: Sequence[int]) -> Rows:
+        """The same with ``epochs[i]`` in place of epoch i."""
+        runs = self.runs or (_START,) * self.batch
+        renamed = tuple(tuple(run._replace(epoch=epochs[run.epoch]) for run in row) for row in runs)
+        plain = all(row == _START for row in renamed)
+        return Rows(self.batch, self.columns, self.valid, None if plain else renamed, epochs[self.first_epoch])
 
     def select(self, rows: torch.Tensor) -> Rows:
         """Row ``i`` becomes what row ``rows[i]`` was."""

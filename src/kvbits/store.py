@@ -79,6 +79,14 @@ class Record:
             sides.append(tuple(slots))
         return Record(tokens, sides[0], sides[1], offset)
 
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Spans ``[first, last)`` of bytes that align the parts and hold nothing."""
+        slots = self.keys + self.values
+        begins = (*(slot.offset for slot in slots[1:]), self.nbytes)
+        ends = (slot.offset + slot.part.nbytes for slot in slots)
+        return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin)
+
     def role_bytes(self, role: Role) -> int:
         """Bytes of all parts with ``role``, K and V together."""
         return sum(slot.part.nbytes for slot in self.keys + self.values if slot.part.role == role)
@@ -154,6 +162,20 @@ class BlockStore:
         self.pool = memory.allocate((0, heads, record.nbytes), device)
         self.table = torch.empty(rows, 0, dtype=torch.int64, device=device)
         self.in_order = True
+
+    @staticmethod
+    def of(
+        record: Record, pool: torch.Tensor, table: torch.Tensor, counts: Sequence[int], blank: Sequence[int]
+    ) -> BlockStore:
+        """A store of blocks that are there: those of :meth:`in_table_order`, of as many rows, and their table.
+
+        The pool is used where it lies until it has to grow.
+        """
+        store = BlockStore(record, pool.shape[1], len(counts), pool.device)
+        store.pool, store.table, store.used = pool, table.contiguous(), pool.shape[0]
+        store.counts, store.blank = list(counts), list(blank)
+        store.in_order = store._lies_in_order()
+        return store
 
     @property
     def longest(self) -> int:
@@ -251,11 +273,34 @@ class BlockStore:
             pool[: self.used] = self.pool[: self.used]
             self.pool = pool
 
+    def in_table_order(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What there is to write of a store.
+
+        Returns:
+            Pool blocks that some row refers to, int64, first block 0 of each row, then block 1 and so on (None where
+            they lie so), and the table ``[B, N]`` with their places in this order for their numbers.
+        """
+        table = self.table[:, : self.longest]
+        if self.in_order and len(set(self.counts)) <= 1:
+            return None, table
+        held = self._held()[:, : self.longest].t()
+        alive, number = table.t()[held].unique(return_inverse=True)
+        where = torch.arange(len(number), device=table.device)
+        first = torch.full_like(alive, len(number)).scatter_reduce_(0, number, where, "amin")
+        place = torch.empty_like(alive)
+        place[first.argsort()] = torch.arange(len(alive), device=table.device)
+        placed = torch.zeros_like(table.t())
+        placed[held] = place[number]
+        return alive[first.argsort()], placed.t()
+
+    def _held(self) -> torch.Tensor:
+        """Which entries of the table are some row's own, bool ``[B, columns]``."""
+        column = torch.arange(self.table.shape[1], device=self.table.device)
+        return column < torch.tensor(self.counts, device=self.table.device)[:, None]
+
     def _alive(self) -> torch.Tensor:
         """Pool blocks that some row refers to, ascending."""
-        column = torch.arange(self.table.shape[1], device=self.table.device)
-        held = column < torch.tensor(self.counts, device=self.table.device)[:, None]
-        alive: torch.Tensor = self.table[held].unique()
+        alive: torch.Tensor = self.table[self._held()].unique()
         return alive
 
     def _compact(self, alive: torch.Tensor) -> None:
@@ -264,10 +309,12 @@ class BlockStore:
         self.table = moved[self.table.clamp(max=self.used - 1)]
         self.pool = self.pool[alive]
         self.used, self._zeros = len(alive), None
-        rows = len(self.counts)
+        self.in_order = self._lies_in_order()
+
+    def _lies_in_order(self) -> bool:
         ordered = torch.arange(self.used, device=self.table.device)
-        same = len(set(self.counts)) == 1 and self.used == self.longest * rows
-        self.in_order = same and bool((self.table[:, : self.longest].t().flatten() == ordered).all())
+        same = len(set(self.counts)) == 1 and self.used == self.longest * len(self.counts)
+        return same and bool((self.table[:, : self.longest].t().flatten() == ordered).all())
 
     def nbytes(self) -> dict[str, int]:
         """Real bytes: ``codes``, ``scales``, ``zeros``, ``outliers`` of the blocks written, and ``slack``.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,10 +26,12 @@ from kvbits.files import Calibration, load_calibration, refuse_uncalibrated
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
 from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
+from kvbits.hf.tokens import text_of
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.numerics.modes import outside_graphs
 from kvbits.rotary import Rotary
 from kvbits.scheme import Scheme
+from kvbits.types import Params
 
 _ATTRIBUTE = "_kvbits_attachment"
 _CACHE_NAMES = ("cache", "past_key_values")  # the second is the name before Transformers 5.24
@@ -74,6 +76,20 @@ def cache_for(
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
     learned = _calibration_of(model, scheme, calibration)
+    return make_cache(model, scheme, sliding, None if learned is None else learned.of_layer)
+
+
+def make_cache(
+    model: PreTrainedModel,
+    scheme: Scheme,
+    sliding: bool = False,
+    learned: Callable[[int, Scheme], tuple[Params, Params]] | None = None,
+) -> KVCache:
+    """As :func:`cache_for`, for a model that can be served.
+
+    Args:
+        learned: params of keys and values that a layer of a scheme begins with; none by default.
+    """
     if model.device.type == "cpu":
         native.warn_if_missing()
     turning = rotaries(model) if scheme.pre_rope or scheme.centred else None
@@ -90,7 +106,7 @@ def cache_for(
         slides = type(stock) is DynamicSlidingWindowLayer and window is not None and own.packs
         if type(stock) is DynamicLayer or slides:
             name = f"layer {index}"
-            known = ({}, {}) if learned is None else learned.of_layer(index, own)
+            known = ({}, {}) if learned is None else learned(index, own)
             rotary = None if turning is None else _rotary_of(turning, index, own)
             layers[index] = PackedLayer(LayerCache(own, window, name, rotary, known), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
@@ -103,10 +119,10 @@ def cache_for(
             f"every layer of {type(model).__name__} has a sliding window and stays exact, so {scheme} packs nothing; "
             f"{hint}",
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     attach(model)
-    return KVCache(layers, scheme, columns)
+    return KVCache(layers, scheme, columns, model)
 
 
 def _rotary_of(turning: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
@@ -117,7 +133,7 @@ def _rotary_of(turning: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
         if scheme.pre_rope:
             raise
         warnings.warn(
-            f"{error}; their mean is taken as they come, and less of it is constant", UserWarning, stacklevel=3
+            f"{error}; their mean is taken as they come, and less of it is constant", UserWarning, stacklevel=4
         )
         return None
 
@@ -360,7 +376,8 @@ class _Announcer:
             padding = isinstance(mask, torch.Tensor) and mask.ndim == 2
             # The decoder inside may get the same mask in a form that no longer shows the padding.
             if padding or mask is None or not cache.columns.waiting:
-                cache.columns.begin(mask if padding else None)
+                arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+                cache.columns.begin(mask if padding else None, text_of(arguments))
             if cache.columns.rotaries is not None:
                 cache.columns.place(self._positions(args, kwargs))
         return args, kwargs

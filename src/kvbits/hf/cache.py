@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvbits.cache import Before, LayerCache
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
 from kvbits.hf.rotary import Rotaries
+from kvbits.hf.tokens import TokenIds
 from kvbits.numerics.modes import outside_graphs
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
@@ -21,7 +23,7 @@ from kvbits.types import ByteCount
 
 
 class Columns:
-    """What all layers of a cache share: the rows so far, and what the current forward announced about padding.
+    """What all layers of a cache share: the rows and ids so far, and what the current forward announced about padding.
 
     The hook that ``attach`` puts on the model calls :meth:`begin` before every forward, so each layer knows which
     columns are text whether or not its model hands a mask to the cache (none does) or to attention.
@@ -35,19 +37,26 @@ class Columns:
         self.rows = Rows()
         self.rotaries, self.strict = rotaries, strict
         self.forward = 0
+        self.ids = TokenIds()
         self._mask: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
+        self._ids: torch.Tensor | None = None
         self._waiting = False
 
-    def begin(self, mask: torch.Tensor | None) -> None:
-        """Announce a forward with a 2-D padding mask ``[B, columns]`` or None.
+    def begin(self, mask: torch.Tensor | None, ids: torch.Tensor | None = None) -> None:
+        """Announce a forward with a 2-D padding mask ``[B, columns]`` or None, and its new ids ``[B, n]`` if known.
 
-        The decoder inside a model announces the same forward again; until a layer has used it, that is no new one.
+        The decoder inside a model announces the same forward again; until a layer has used it, that is no new one, and
+        the ids are those that came first.
         """
         if not self._waiting:
             self.forward += 1
-            self._positions = None
+            self._positions, self._ids = None, ids
         self._mask, self._waiting = mask, True
+
+    def void(self) -> None:
+        """Forget what was announced and not used."""
+        self._waiting, self._mask, self._positions, self._ids = False, None, None, None
 
     def place(self, positions: torch.Tensor | None) -> None:
         """Announce the positions of the forward's columns; None: what was announced before, or as the model counts."""
@@ -73,6 +82,8 @@ class Columns:
                 self.rows = self.rows.extend(batch, added, text)
             else:
                 self.rows = self._extend_placed(self.rotaries, batch, added, text)
+            self.ids.extend(self._ids, batch, added)
+            self._ids = None
         if self.rows.columns != before + added or self.rows.batch != batch:
             raise ValueError(
                 f"a layer holds {before} columns and got {batch} rows of {added} more, but this forward brought the "
@@ -115,9 +126,16 @@ class Columns:
             positions = torch.arange(before, before + added)[None]  # how all models count, padding included
         return self.rows.extend(batch, added, text, positions, epoch)
 
+    def select(self, index: torch.Tensor) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was."""
+        self.replace(self.rows.select(index))
+        self.ids.select(index)
+
     def replace(self, rows: Rows) -> Rows:
-        """Set the rows after a crop or a selection; what was announced before is void."""
-        self.rows, self._waiting, self._mask, self._positions = rows, False, None, None
+        """Set the rows after a crop; what was announced before is void."""
+        self.void()
+        self.rows = rows
+        self.ids.crop(rows.columns)
         return rows
 
 
@@ -280,10 +298,12 @@ class KVCache(Cache):
         layers: one per layer of the model: :class:`PackedLayer`, or the model's own type.
         scheme: what the packed layers were made from.
         columns: what they share.
+        model: the model, which is not kept alive.
     """
 
-    def __init__(self, layers: list[Any], scheme: Scheme, columns: Columns) -> None:
+    def __init__(self, layers: list[Any], scheme: Scheme, columns: Columns, model: PreTrainedModel) -> None:
         super().__init__(layers=layers)
+        self._model = weakref.ref(model)
         self.scheme = scheme
         self.columns = columns
         self._unused = {i: copy.deepcopy(x) for i, x in enumerate(layers) if not isinstance(x, PackedLayer)}
@@ -291,6 +311,14 @@ class KVCache(Cache):
         self._start = Rows()
         self._touched: dict[int, int | None] = {}
         self._used = self._broken = False
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The model that the cache was made for; None where that is gone, or in another process."""
+        return self._model()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": _no_model}  # a weak reference cannot be pickled
 
     def __repr__(self) -> str:
         return f"KVCache({self.scheme}, {len(self.layers)} layers, {self.get_seq_length()} tokens)"
@@ -343,7 +371,8 @@ class KVCache(Cache):
         """
         if self._forward_of is not None and not self._touched and forward_of != self._forward_of:
             return
-        self._settle()
+        self.settle()
+        self.columns.void()
         self._forward_of, self._start = forward_of, self.columns.rows
 
     def end(self, forward_of: int, failed: bool) -> None:
@@ -359,7 +388,7 @@ class KVCache(Cache):
         for layer in self.packed_layers:
             layer.before = None
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Refuse to go on from a forward that neither ended nor failed (an interruption), or that was not undone."""
         if self._forward_of is not None and self._touched:
             self.end(self._forward_of, failed=True)
@@ -389,6 +418,10 @@ class KVCache(Cache):
             self._broken = self._broken or not done
         self.columns.replace(self._start)
 
+    def hold(self, rows: Rows, ids: TokenIds) -> None:
+        """Go on from what the layers were given elsewhere."""
+        self.columns.rows, self.columns.ids, self._used = rows, ids, rows.columns > 0
+
     # -- operations ------------------------------------------------------------------------------------------------
 
     @property
@@ -410,8 +443,13 @@ class KVCache(Cache):
                 count += ByteCount(**layer.core.nbytes())
             else:
                 count += ByteCount(other=storage_bytes(layer))
-        count += ByteCount(slack=self.columns.rows.nbytes)
+        count += ByteCount(slack=self.columns.rows.nbytes + self.columns.ids.nbytes)
         return count
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Ids that the cache has read, int64 ``[B, columns]`` on the CPU; -1 where they are not known."""
+        return self.columns.ids.all().to("cpu", torch.int64)
 
     @property
     def bits_per_element(self) -> float:
@@ -436,13 +474,13 @@ class KVCache(Cache):
         self._select(index, "batch_repeat_interleave", repeats)
 
     def _select(self, index: torch.Tensor, operation: str, argument: Any) -> None:
-        self._settle()
+        self.settle()
         batch = self.columns.rows.batch
         if batch:  # 0 while empty, and where every layer keeps the model's own type
             if bool(((index < -batch) | (index >= batch)).any()):
                 raise IndexError(f"rows {index.tolist()} are not all among the {batch} rows of the cache")
             index = index % batch
-            self.columns.replace(self.columns.rows.select(index))
+            self.columns.select(index)
         for layer in self.layers:
             if not isinstance(layer, PackedLayer):
                 getattr(layer, operation)(argument)
@@ -454,7 +492,7 @@ class KVCache(Cache):
 
         Cropping into a packed block decodes that block once. Layers of the model's own type crop by their own rules.
         """
-        self._settle()
+        self.settle()
         gone = columns_to_crop(tokens_to_remove, self.columns.rows.columns)
         for layer in self.layers:
             if not isinstance(layer, PackedLayer):
@@ -479,6 +517,10 @@ class KVCache(Cache):
                 fresh.activate_past_recording()
             self.layers[index] = fresh
         self.columns.replace(Rows())
+
+
+def _no_model() -> None:
+    """In place of the reference to a model."""
 
 
 def _cropped(layer: DynamicLayer, columns: int) -> bool:

@@ -12,7 +12,7 @@ and keys that are turned back still carry the factor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -113,6 +113,35 @@ class Rotaries:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rotaries:
         return self  # a copied cache is of the same model, and its epochs are those of the same Rotary objects
+
+    @property
+    def distinct(self) -> tuple[Rotary, ...]:
+        """The embeddings, each of them once."""
+        return self._rotaries
+
+    def adopt(self, epochs: Sequence[torch.Tensor]) -> list[int]:
+        """The numbers that epochs have here which another process numbered 0, 1, 2, ...; new ones are added.
+
+        Args:
+            epochs: for each of :attr:`distinct` the frequencies of all epochs, float64 ``[E, R/2]``.
+
+        Raises:
+            ValueError: if they are of other embeddings.
+        """
+        shapes = [(len(epochs[0]), *rotary.epochs[0].shape) for rotary in self._rotaries] if epochs else []
+        if len(epochs) != len(self._rotaries) or [tuple(x.shape) for x in epochs] != shapes:
+            raise ValueError("the model has other rotary embeddings than those that the keys were turned by")
+        if not epochs:
+            return [0]
+        numbers = []
+        for epoch in zip(*epochs, strict=True):
+            known = zip(*(rotary.epochs for rotary in self._rotaries), strict=True)
+            same = [all(map(torch.equal, here, epoch)) for here in known]
+            if True not in same:
+                for rotary, frequencies in zip(self._rotaries, epoch, strict=True):
+                    rotary.epochs.append(frequencies.clone())
+            numbers.append(same.index(True) if True in same else len(same))
+        return numbers
 
     def epoch(self, last: int, columns: int, added: int) -> int:
         """The epoch of the keys that the model computes right now: a number that all its :class:`Rotary` share.

@@ -9,11 +9,9 @@ Names of tensors: ``3.key.mean`` (float32 ``[H, D]``, before the rotary embeddin
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,6 +21,8 @@ import torch
 from kvbits import fingerprint
 from kvbits.catalogue import RECOMMENDED
 from kvbits.codecs import Codec
+from kvbits.files.atomic import replacing
+from kvbits.files.tensors import load_tensors, save_tensors
 from kvbits.scheme import Scheme
 from kvbits.types import Params
 
@@ -211,95 +211,6 @@ def _read_about(path: Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{path} is no calibration, or damaged: it lacks {', '.join(missing)}")
     return dict(about)
-
-
-# -- tensors -----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[Path]:
-    """A folder, made if need be, that no other process has to itself meanwhile; a process that dies gives it back.
-
-    Raises:
-        ValueError: if another one has it, or if it is a file.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ValueError(f"{folder} is a file, not a folder") from None
-    try:
-        import fcntl
-    except ImportError:  # Windows, where a folder cannot be locked
-        yield folder
-        return
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is at work in {folder}: wait for its end, or give another folder") from None
-        except OSError:
-            pass  # a file system without locks
-        yield folder
-    finally:
-        os.close(held)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write to; it takes the place of ``path`` once all is on the disk."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        beside.touch()
-        mode = beside.stat().st_mode
-        yield beside
-        beside.chmod(mode)  # safetensors makes files that only their owner can read
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file as a whole or not at all, with ``about`` in its header."""
-    from safetensors.torch import save_file
-
-    # safetensors refuses tensors that share memory.
-    alone, seen = {}, set()
-    for name, x in tensors.items():
-        storage = x.untyped_storage()
-        shared = not x.is_contiguous() or x.nbytes != storage.nbytes() or storage.data_ptr() in seen
-        alone[name] = x.clone(memory_format=torch.contiguous_format) if shared else x
-        seen.add(storage.data_ptr())
-    with replacing(path) as beside:
-        save_file(alone, str(beside), dict(about or {}))
-
-
-def load_tensors(path: Path, names: tuple[str, ...] | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file, or those named.
-
-    Raises:
-        ValueError: for a damaged file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-
-
-def about_tensors(path: Path) -> dict[str, tuple[int, ...]] | None:
-    """Names and shapes in a safetensors file, without reading them; None if it is not there or damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (FileNotFoundError, SafetensorError):
-        return None
 
 
 def _sha256(path: Path) -> str:
