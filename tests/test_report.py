@@ -430,6 +430,7 @@ def test_bits_are_those_at_8000_tokens_if_half_of_the_schemes_have_them() -> Non
     assert "3.6 times smaller than the exact cache" in text and "the exact cache has 16" in text
     assert "bits at 8,000 tokens are not known: hf:quanto4." in text
     assert "The same against bits as measured" in text and ">hf:quanto4\n5.00 bits" in text
+    assert "KL is that of windows of 1,024 tokens, bits are those of 8,000." in text
     assert "The exact cache against itself: 1.0e-9." in text
 
 
