@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from kvbits.cli import app
 from kvbits.measure import report
-from kvbits.measure.report import Report, Rule, merge, page, tables, words
+from kvbits.measure.report import Report, Rule, merge, page, png, tables, words
 from kvbits.measure.report.choose import front
 from kvbits.measure.report.drawing import DARK, LIGHT, Dot, Drawing, Label, text_width
 from kvbits.measure.report.heat import heat
@@ -430,6 +430,7 @@ def test_bits_are_those_at_8000_tokens_if_half_of_the_schemes_have_them() -> Non
     assert "3.6 times smaller than the exact cache" in text and "the exact cache has 16" in text
     assert "bits at 8,000 tokens are not known: hf:quanto4." in text
     assert "The same against bits as measured" in text and ">hf:quanto4\n5.00 bits" in text
+    assert "KL is that of windows of 1,024 tokens, bits are those of 8,000." in text
     assert "The exact cache against itself: 1.0e-9." in text
 
 
@@ -578,12 +579,28 @@ def test_every_picture_is_a_png_that_shows_something(tmp_path: Path) -> None:
         assert name in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_a_picture_can_be_drawn_whatever_the_names() -> None:
+    pytest.importorskip("matplotlib", reason="PNG files need Matplotlib")
+    made = built(*hostile())
+    found = files(made.models, made.choices, made.rule)
+    assert len(found) == 5
+    for _, _, drawing in found:
+        assert png_parts(png.png(drawing)) == (math.ceil(2 * drawing.width), math.ceil(2 * drawing.height))
+
+
 def test_names_of_pictures_are_names_of_files(tmp_path: Path) -> None:
     models = ["../../evil", "..", "org/model", "org\\model", "org:model"]
     made = built(*(quality(model=model) for model in models), retrieval({"x": 1.0}, model=models[0]))
     names = [name for _, name, _ in files(made.models, made.choices, made.rule)]
     assert len(set(names)) == len(names) == 11
     assert all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.png", name) for name in names), names
+
+
+def test_a_picture_of_very_many_schemes_stays_small_and_says_so() -> None:
+    made = built(*many(200, seed=0))
+    found = {name: drawing for _, name, drawing in files(made.models, made.choices, made.rule)}
+    assert all(drawing.width < 2000 and drawing.height < 2000 for drawing in found.values())
+    assert found["retrieval-passkey.png"].title.endswith("(the first 24 of 200)")
 
 
 def luminance(colour: str) -> float:
@@ -892,6 +909,9 @@ def test_the_command_says_what_to_take(tmp_path: Path) -> None:
     code, text = run(tmp_path / "in", "--out", tmp_path / "out", "--no-pictures")
     assert code == 0 and "a model: take default\n" in text and "second: no recommendation. No scheme keeps" in text
     assert "not measured: retrieval, tasks, speed" in text and str(tmp_path / "out" / "index.html") in text
+    saved(tmp_path / "hostile", quality(model=f"\x1b[31m{HOSTILE}"))
+    code, text = run(tmp_path / "hostile", "--out", tmp_path / "out", "--no-pictures")
+    assert code == 0 and "take default" in text and "\x1b" not in text and "hacked=1" in text
     code, text = run(
         tmp_path / "in", "--out", tmp_path / "out", "--no-pictures", "--max-kl", "0.05", "--min-top1", "0.9"
     )

@@ -18,13 +18,14 @@ def report(
     max_kl: Annotated[float, typer.Option(help="The rule: mean KL to the exact cache, nats, at most.")] = 0.01,
     min_top1: Annotated[float, typer.Option(help="The rule: share of equal likeliest tokens, at least.")] = 0.97,
     min_speed: Annotated[float, typer.Option(help="The rule: decode speed against the exact cache, at least.")] = 0.95,
-    pictures: Annotated[bool, typer.Option(help="Write PNG files too, which needs kvbits[report].")] = True,
+    pictures: Annotated[bool, typer.Option(help="Write PNG files too, which needs Matplotlib.")] = True,
 ) -> None:
     """Merge results into one page that says which scheme to take, with pictures and tables.
 
     Files of several models, dates and settings may be given together; only what was measured alike is compared.
     """
     from kvbits.measure.report import Rule, write
+    from kvbits.measure.report.words import printable
 
     rule = attempt(Rule, max_kl=max_kl, min_top1=min_top1, min_speed=min_speed)
     with err.status("drawing"):
@@ -35,5 +36,5 @@ def report(
         if choice.missing:
             lines.append(f"  not measured: {', '.join(choice.missing)}")
         for line in lines:
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+            out.print(printable(line), markup=False, highlight=False, soft_wrap=True)
     out.print(f"{out_folder / 'index.html'}", markup=False, highlight=False, soft_wrap=True)

@@ -132,8 +132,11 @@ def shortened(text: str, length: int) -> str:
     return f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
 
 
-def sheet(drawings: Sequence[Drawing], title: str, columns: int, gap: float = 24) -> Drawing:
-    """Drawings side by side, in rows of ``columns``, under a title: one picture to send."""
+def sheet(drawings: Sequence[Drawing], title: str, columns: int, gap: float = 24, most: int = 24) -> Drawing:
+    """Drawings side by side, in rows of ``columns``, under a title: one picture to send, of the first ``most``."""
+    if len(drawings) > most:
+        title = f"{title} (the first {most} of {len(drawings)})"
+    drawings = drawings[:most]
     columns = min(columns, len(drawings))
     wide = max(one.width for one in drawings)
     found = Drawing(columns * wide + (columns + 1) * gap, 0, title, " ".join(one.about for one in drawings))

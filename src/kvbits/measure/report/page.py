@@ -249,14 +249,17 @@ def _quality(measured: Measured, choice: Choice, rule: Rule, heading: Heading) -
     figures = [tag("figure", svg(wide, "wide"), svg(narrow, "narrow")) for (_, wide), (_, narrow) in pairs]
     if not figures:
         return None
-    exact = choice.exact
-    floor = f" The exact cache against itself: {words.small(exact.kl)}." if exact and exact.kl is not None else ""
-    said = "Down and to the left is better. On the line, the Pareto front, are schemes that no other beats in both."
+    run, exact = measured.main("quality"), choice.exact
+    said = ["Down and to the left is better. On the line, the Pareto front, are schemes that no other beats in both."]
+    if choice.bits_field == LONG and run and run.setting.get("length"):
+        said.append(f"KL is that of windows of {words.plain(run.setting['length'])} tokens, bits are those of 8,000.")
+    if exact and exact.kl is not None:
+        said.append(f"The exact cache against itself: {words.small(exact.kl)}.")
     absent = words.listed([one.scheme for one in choice.standings if one.kl is not None and one.bits is None])
     bits = "bits at 8,000 tokens" if choice.bits_field == LONG else "bits"
     note = tag("p", f"Not in the picture, as their {bits} are not known: {absent}.", class_="note") if absent else None
     more = [_closed("The same against bits as measured, in these windows", figure) for figure in figures[1:]]
-    return _card(heading("Quality against memory"), tag("p", said + floor, class_="about"), figures[0], note, *more)
+    return _card(heading("Quality against memory"), tag("p", " ".join(said), class_="about"), figures[0], note, *more)
 
 
 def table(shown: Table, most: int | None = None) -> Safe:

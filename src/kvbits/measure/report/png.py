@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from kvbits.measure.report.drawing import CORNERS, LIGHT, Box, Dot, Drawing, Line, Mark
+from kvbits.measure.report.words import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,8 +72,8 @@ def _draw(axes: Axes, mark: Mark, order: int) -> None:
             axes.add_patch(Polygon([(mark.x + r * a, mark.y + r * b) for a, b in CORNERS[mark.shape]], **style))
     else:
         axes.text(
-            mark.x, mark.y, mark.text, fontsize=mark.size * (0.9 if mark.code else 0.92), color=colour, zorder=order,
-            ha={"start": "left", "middle": "center", "end": "right"}[mark.anchor], va="baseline",
+            mark.x, mark.y, printable(mark.text), fontsize=mark.size * (0.9 if mark.code else 0.92), color=colour,
+            zorder=order, ha={"start": "left", "middle": "center", "end": "right"}[mark.anchor], va="baseline",
             fontweight="bold" if mark.bold else "normal", rotation=90 if mark.turned else 0, rotation_mode="anchor",
             family="DejaVu Sans Mono" if mark.code else "DejaVu Sans", parse_math=False, usetex=False,
         )  # fmt: skip

@@ -38,8 +38,13 @@ def scatter(choice: Choice, rule: Rule, width: float = WIDE) -> Drawing | None:
         Scale.around([*kls, rule.max_kl or floor], height - 52, 62 if narrow else 54, log=True),
     )
     drawing = Drawing(width, height, "Quality against bits", _about(choice, front))
-    _close_enough(drawing, frame, rule)
+    limit = frame.y(max(rule.max_kl, frame.y.low))
+    drawing.add(Box(frame.x.start, limit, frame.x.end - frame.x.start, frame.y.start - limit, "good-tint"))
     frame.draw(drawing, frame.x.ticks(5 if narrow else 9), "{:g}".format, lambda y: f"{y:g}".replace("e-0", "e-"))
+    drawing.add(
+        Line([(frame.x.start, limit), (frame.x.end, limit)], "good", 1.2, dashed=True),
+        Label(frame.x.end - 6, limit + 15, f"close enough: KL ≤ {rule.max_kl:g}", TICK, "good", "end"),
+    )
     frame.name(drawing, BITS[choice.bits_field], "KL to the exact cache, nats; lower is closer")
     legend(drawing, list(_entries(points)), 2, 38)
 
@@ -64,16 +69,6 @@ def _floor(points: Sequence[Standing]) -> float:
     kls = [one.kl or 0.0 for one in points]
     positive = [kl for kl in kls if kl > 0]
     return min(positive, default=1e-6) / (1 if len(positive) == len(kls) else 3)
-
-
-def _close_enough(drawing: Drawing, frame: Frame, rule: Rule) -> None:
-    """A field where the rule's limit of KL is kept."""
-    y = frame.y(max(rule.max_kl, frame.y.low))
-    drawing.add(
-        Box(frame.x.start, y, frame.x.end - frame.x.start, frame.y.start - y, "good-tint"),
-        Line([(frame.x.start, y), (frame.x.end, y)], "good", 1.2, dashed=True),
-        Label(frame.x.end - 6, y + 15, f"close enough: KL ≤ {rule.max_kl:g}", TICK, "good", "end"),
-    )
 
 
 def _stairs(points: Sequence[Point], frame: Frame) -> Iterator[Point]:

@@ -85,6 +85,11 @@ def cut(text: str, length: int = 400) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
+def printable(text: str) -> str:
+    """A text for a terminal or a picture: what steers either, and what no encoding can hold, becomes a space."""
+    return "".join(sign if sign.isprintable() else " " for sign in text)
+
+
 def plain(value: Any) -> str:
     """A value of a setting."""
     if isinstance(value, bool):
