@@ -125,8 +125,9 @@ def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     page = ROOT / "docs" / f"{name}.md"
     torch.manual_seed(0)
     assert python(page)
+    namespace: dict[str, Any] = {"__name__": name}
     for snippet in python(page):
-        snippet.run(page, {"__name__": name})
+        snippet.run(page, namespace)
 
 
 def test_every_runnable_snippet_has_a_test() -> None:

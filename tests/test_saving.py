@@ -515,7 +515,7 @@ def test_a_cache_knows_what_it_has_read() -> None:
     for chunk in ids.split([30, *[1] * 100, 20], dim=1):
         call(model, cache, chunk)
     assert torch.equal(cache.tokens, ids) and cache.tokens.dtype == torch.int64
-    assert cache.columns.ids.nbytes == 4 * 300
+    assert sum(piece.nbytes for piece in cache.columns.ids.pieces) == 4 * 300
     cache.crop(-25)
     call(model, cache, ids[:, :2])
     cache.batch_repeat_interleave(2)
@@ -810,7 +810,11 @@ def test_inspect_other_things(tmp_path: Path) -> None:
         code, output = inspect(path)
         assert code == 0 and "calibration" in output and "value nuq3-token" in output and "1 x 60 tokens" in output
     (tmp_path / "text").write_text("text")
-    for path, says in (("text", "no file of a kvbits cache"), ("no", "there is no file"), (".", "is a folder")):
+    for path, says in (
+        ("text", "no file of a kvbits cache"),
+        ("no", "there is no file"),
+        (".", "is a folder, but neither"),
+    ):
         code, output = inspect(tmp_path / path)
         assert code == 2 and says in output and "Traceback" not in output
     sealed.write(tmp_path / "forged", {"rows": 1}, {})

@@ -1,7 +1,7 @@
 """kvbits: the KV cache of language models in 2 to 8 bits, and attention straight from the stored bits.
 
 Names are loaded at first use. ``cache_for``, ``enable``, ``disable``, ``load_model``, ``explain``, ``calibrate``,
-``save`` and ``load`` need Transformers; everything else works without it.
+``save``, ``load`` and ``PrefixStore`` need Transformers; everything else works without it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from kvbits.catalogue import CATALOGUE, RECOMMENDED
     from kvbits.files import Calibration, load_calibration
     from kvbits.hf.attach import cache_for, disable, enable
-    from kvbits.hf.cache import KVCache
+    from kvbits.hf.cache import KVCache, nbytes_of
     from kvbits.hf.explain import explain
     from kvbits.hf.loading import load_model
+    from kvbits.prefixes import PrefixStore
     from kvbits.saving import Saved, load, save
     from kvbits.scheme import Scheme
 
@@ -29,6 +30,7 @@ __all__ = [
     "Calibration",
     "KVCache",
     "LayerCache",
+    "PrefixStore",
     "Saved",
     "Scheme",
     "cache_for",
@@ -39,6 +41,7 @@ __all__ = [
     "load",
     "load_calibration",
     "load_model",
+    "nbytes_of",
     "save",
 ]
 
@@ -48,6 +51,7 @@ _LAZY = {
     "Calibration": "kvbits.files",
     "KVCache": "kvbits.hf.cache",
     "LayerCache": "kvbits.cache",
+    "PrefixStore": "kvbits.prefixes",
     "Saved": "kvbits.saving",
     "Scheme": "kvbits.scheme",
     "cache_for": "kvbits.hf.attach",
@@ -58,6 +62,7 @@ _LAZY = {
     "load": "kvbits.saving",
     "load_calibration": "kvbits.files",
     "load_model": "kvbits.hf.loading",
+    "nbytes_of": "kvbits.hf.cache",
     "save": "kvbits.saving",
 }
 

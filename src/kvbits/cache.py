@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
@@ -444,12 +444,16 @@ class LayerCache:
             late=self.late if any(self.late) else (),
         )
 
-    def nbytes(self) -> dict[str, int]:
-        """Real bytes by part: codes, scales, zeros, outliers, sinks, residual, slack."""
+    def nbytes(self, seen: set[int] | None = None) -> dict[str, int]:
+        """Real bytes by part: codes, scales, zeros, outliers, sinks, residual, slack.
+
+        Args:
+            seen: where several layers are counted together, what has been counted: see :meth:`BlockStore.nbytes`.
+        """
         parts = dict.fromkeys(("codes", "scales", "zeros", "outliers", "sinks", "residual", "slack"), 0)
         if self.keys is None or self.values is None or self.store is None:
             return parts
-        parts.update(self.store.nbytes())
+        parts.update(self.store.nbytes(seen))
         for buffer in (self.keys, self.values):
             token_bytes = buffer.shape[1] * buffer.shape[3] * buffer.itemsize
             sinks = sum(min(held, self.sinks) for held in self.held) + sum(map(len, self.late))
@@ -458,7 +462,8 @@ class LayerCache:
             parts["slack"] += buffer.nbytes - sum(self.held) * token_bytes
         if order := self.store.record.memo.get(STORED_ORDER):
             parts["slack"] += order[1].nbytes
-        parts["scales"] += sum(x.nbytes for p in (self.key_params, self.value_params) for x in p.values())
+        learned = [x for params in (self.key_params, self.value_params) for x in params.values()]
+        parts["scales"] += bytes_once(learned, seen)
         return parts
 
     @property
@@ -548,6 +553,17 @@ class LayerCache:
         back = stay[len(kept) :]
         return _Cut(blocks, border, sinks + min(0, within) + border + len(stay), tuple(kept), tuple(back))
 
+    def whole(self, columns: int) -> int:
+        """How many of the first ``columns`` columns a crop may keep so that no block has to be decoded.
+
+        Of a single row without padding. A window, once it has left anything behind, allows all columns or none.
+        """
+        if columns >= self.columns or self.store is None:
+            return min(columns, self.columns)
+        if self.window is not None and self.columns >= self.window:
+            return 0
+        return whole_tokens(columns, self.held[0], self.store.counts[0], self.sinks, self.scheme.block, self.late[0])
+
     def _unpack(self, cuts: list[_Cut]) -> None:
         """Keep what ``cuts`` say of each row; the border of a block that is cut becomes exact tokens.
 
@@ -620,6 +636,17 @@ class LayerCache:
         self.rows, self.held, self.late, self.dropped = rows, list(held), late, dropped
         self.keys, self.values = buffers
         self.store, self.even = store, len(set(held)) <= 1
+
+    def fork(self) -> LayerCache:
+        """Another layer that holds the same and goes on by itself. Packed blocks are shared, exact tokens copied."""
+        twin = LayerCache(self.scheme, self.window, self.name, self.rotary, self.learned)
+        twin.key_params, twin.value_params, twin.fitted = self.key_params, self.value_params, self.fitted
+        twin.warned = set(self.warned)
+        if self.keys is not None and self.values is not None and self.store is not None:
+            longest = max(self.held, default=0)
+            exact = self.keys[:, :, :longest], self.values[:, :, :longest]
+            twin.restore(self.rows, *exact, self.held, self.late, self.store.fork(), self.dropped)
+        return twin
 
     def _adopt(self) -> None:
         """Take tensors that may be changed: a copy made under ``torch.inference_mode()`` has others."""
@@ -728,6 +755,35 @@ class _Work(NamedTuple):
         index = index.to(self.tokens.device)
         pieces = [one[None].index_select(2, at) for one, at in zip(self.tokens[rows], index, strict=True)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def whole_tokens(left: int, held: int, blocks: int, sinks: int, block: int, late: Sequence[int]) -> int:
+    """How many of its first ``left`` tokens a row can keep without decoding a block.
+
+    All of them where the cut goes through the recent tokens or through the sinks; else it must be where a block ends.
+
+    Args:
+        left: at most all tokens of the row.
+        held: exact tokens.
+        blocks, block: packed ones, and tokens of each.
+        sinks, late: of the layer, and own numbers of the row's late sinks.
+    """
+    if not blocks or left >= sinks + blocks * block + len(late):
+        return left
+    while left > sinks and (left - sinks - sum(token < left for token in late)) % block:
+        left -= 1
+    return left
+
+
+def bytes_once(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
+    """Bytes of tensors but for those in ``seen``, to which they are added."""
+    total = 0
+    for x in tensors:
+        if seen is None or id(x) not in seen:
+            total += x.nbytes
+        if seen is not None:
+            seen.add(id(x))
+    return total
 
 
 def _balance(x: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,19 @@ table entries; rows that share a prefix share its blocks.
 
 Growth adds an eighth and copies the old blocks, so a stored byte is copied a bounded number of times however long
 the context becomes. Rows may hold different numbers of blocks (left-padded batches).
+
+Stores that were forked from each other write into one pool, each for itself: n continuations of a prompt hold its
+blocks once, also after they have grown. What one of them gives up stays while another refers to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 
@@ -142,6 +148,42 @@ def _unpack(tile: torch.Tensor, slots: tuple[Slot, ...]) -> Packed:
     return packed
 
 
+class Pool:
+    """The blocks of one store, or of several that were forked from each other.
+
+    Attributes:
+        memory: uint8 ``[blocks, H, record bytes]``; replaced when it grows, and never written to below ``used``.
+        used: blocks that have been written.
+        stores: whoever refers to some of them.
+        lock: held by a store while it looks at the pool or changes it: forks may run in threads of their own.
+    """
+
+    def __init__(self, memory: torch.Tensor, used: int = 0) -> None:
+        self.memory, self.used = memory, used
+        self.stores: WeakSet[BlockStore] = WeakSet()
+        self.lock = threading.RLock()
+
+    def __getstate__(self) -> tuple[torch.Tensor, int]:
+        return self.memory, self.used  # a copied store says itself that it refers to the copy
+
+    def __setstate__(self, state: tuple[torch.Tensor, int]) -> None:
+        Pool.__init__(self, *state)
+
+
+_Method = TypeVar("_Method", bound=Callable[..., object])
+
+
+def _locked(method: _Method) -> _Method:
+    """Run ``method`` while no other store changes the pool."""
+
+    @functools.wraps(method)
+    def run(self: BlockStore, *args: object, **kwargs: object) -> object:
+        with self.shared.lock:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, run)
+
+
 class BlockStore:
     """Append-only packed blocks of one layer, for ``rows`` sequences.
 
@@ -158,8 +200,8 @@ class BlockStore:
         self.counts = [0] * rows
         self.blank = [0] * rows
         self._zeros: int | None = None
-        self.used = 0
-        self.pool = memory.allocate((0, heads, record.nbytes), device)
+        self.shared = Pool(memory.allocate((0, heads, record.nbytes), device))
+        self.shared.stores.add(self)
         self.table = torch.empty(rows, 0, dtype=torch.int64, device=device)
         self.in_order = True
 
@@ -172,16 +214,48 @@ class BlockStore:
         The pool is used where it lies until it has to grow.
         """
         store = BlockStore(record, pool.shape[1], len(counts), pool.device)
-        store.pool, store.table, store.used = pool, table.contiguous(), pool.shape[0]
+        store.pool, store.used, store.table = pool, pool.shape[0], table.contiguous()
         store.counts, store.blank = list(counts), list(blank)
         store.in_order = store._lies_in_order()
         return store
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.shared.stores.add(self)
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """uint8 ``[blocks, H, record bytes]``."""
+        return self.shared.memory
+
+    @pool.setter
+    def pool(self, memory: torch.Tensor) -> None:
+        self.shared.memory = memory
+
+    @property
+    def used(self) -> int:
+        """Blocks of the pool that have been written, by whichever store."""
+        return self.shared.used
+
+    @used.setter
+    def used(self, used: int) -> None:
+        self.shared.used = used
 
     @property
     def longest(self) -> int:
         """Blocks of the longest row."""
         return max(self.counts, default=0)
 
+    @_locked
+    def fork(self) -> BlockStore:
+        """Another store of the same blocks, which goes on by itself."""
+        twin = BlockStore(replace(self.record, memo=Memo()), self.heads, 0, self.table.device)
+        twin.shared, twin.table, twin.in_order = self.shared, self.table.clone(), self.in_order
+        twin.counts, twin.blank = list(self.counts), list(self.blank)
+        self.shared.stores.add(twin)
+        return twin
+
+    @_locked
     def append(self, row: int | None, keys: Packed, values: Packed) -> None:
         """Add blocks to one row, or to every row (``row=None``) where all hold the same number.
 
@@ -206,6 +280,7 @@ class BlockStore:
         for r in rows:
             self.counts[r] += added
 
+    @_locked
     def view(self) -> Blocks:
         """What is held now; later appends do not show in it."""
         table = self.table[:, : self.longest]
@@ -214,6 +289,7 @@ class BlockStore:
             self.record, self.pool, table if self.in_order else table.clone(), tuple(self.counts), self.in_order
         )
 
+    @_locked
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``rows[i]`` was (int64 ``[new B]``). Moves table entries only."""
         self.table = self.table[rows.to(self.table.device)]
@@ -222,19 +298,22 @@ class BlockStore:
         self.counts = [self.counts[r] for r in chosen]
         self.blank = [self.blank[r] for r in chosen]
 
+    @_locked
     def truncate(self, counts: Sequence[int]) -> None:
         """Keep the first ``counts[b]`` blocks of row ``b``. Their memory is reclaimed when the pool next grows."""
         assert all(new <= old for new, old in zip(counts, self.counts, strict=True))
         self.counts = list(counts)
         self.blank = [min(pair) for pair in zip(self.blank, counts, strict=True)]
-        if self.in_order and len(set(counts)) == 1:
+        if self.in_order and len(set(counts)) == 1 and len(self.shared.stores) == 1:
             self.used = self.longest * len(counts)
 
+    @_locked
     def trim(self) -> None:
         """Give back the memory of blocks that no row refers to any more, where it is most of the pool."""
-        if 2 * (sum(self.counts) - sum(self.blank)) < self.pool.shape[0] - 2:
+        if 2 * sum(sum(s.counts) - sum(s.blank) for s in self.shared.stores) < self.pool.shape[0] - 2:
             self._compact(self._alive())
 
+    @_locked
     def drop_first(self, blocks: int) -> None:
         """Forget the first ``blocks`` of every row (sliding windows)."""
         self.table = self.table[:, blocks:].clone()
@@ -242,6 +321,7 @@ class BlockStore:
         self.blank = [max(0, count - blocks) for count in self.blank]
         self.in_order = False
 
+    @_locked
     def blank_first(self, row: int, blocks: int) -> None:
         """Forget the first ``blocks`` of one row, which keep their place: one block of zeros stands for all of them."""
         if blocks <= self.blank[row]:
@@ -254,6 +334,7 @@ class BlockStore:
         self.table[row, :blocks] = self._zeros
         self.blank[row], self.in_order = blocks, False
 
+    @_locked
     def reserve(self, added: int, columns: int) -> None:
         """Make room for ``added`` more blocks in the pool and ``columns`` columns in the table, all at once."""
         if columns > self.table.shape[1]:
@@ -273,6 +354,7 @@ class BlockStore:
             pool[: self.used] = self.pool[: self.used]
             self.pool = pool
 
+    @_locked
     def in_table_order(self) -> tuple[torch.Tensor | None, torch.Tensor]:
         """What there is to write of a store.
 
@@ -299,31 +381,44 @@ class BlockStore:
         return column < torch.tensor(self.counts, device=self.table.device)[:, None]
 
     def _alive(self) -> torch.Tensor:
-        """Pool blocks that some row refers to, ascending."""
-        alive: torch.Tensor = self.table[self._held()].unique()
+        """Pool blocks that some row of some store refers to, ascending."""
+        alive: torch.Tensor = torch.cat([store.table[store._held()] for store in self.shared.stores]).unique()
         return alive
 
     def _compact(self, alive: torch.Tensor) -> None:
         moved = torch.zeros(max(self.used, 1), dtype=torch.int64, device=self.table.device)
         moved[alive] = torch.arange(len(alive), device=self.table.device)
-        self.table = moved[self.table.clamp(max=self.used - 1)]
-        self.pool = self.pool[alive]
-        self.used, self._zeros = len(alive), None
-        self.in_order = self._lies_in_order()
+        stores = list(self.shared.stores)
+        for store in stores:
+            store.table, store._zeros = moved[store.table.clamp(max=self.used - 1)], None
+        self.pool, self.used = self.pool[alive], len(alive)
+        for store in stores:
+            store.in_order = store._lies_in_order()
 
     def _lies_in_order(self) -> bool:
         ordered = torch.arange(self.used, device=self.table.device)
         same = len(set(self.counts)) == 1 and self.used == self.longest * len(self.counts)
         return same and bool((self.table[:, : self.longest].t().flatten() == ordered).all())
 
-    def nbytes(self) -> dict[str, int]:
+    @_locked
+    def nbytes(self, seen: set[int] | None = None) -> dict[str, int]:
         """Real bytes: ``codes``, ``scales``, ``zeros``, ``outliers`` of the blocks written, and ``slack``.
 
         Slack is alignment, spare blocks and the table. A block that no row refers to any more counts until the pool
         next grows, which reclaims it.
+
+        Args:
+            seen: where several stores are counted together, what has been counted: a pool counts once. Else a store
+                that shares its pool counts the blocks that it refers to itself.
         """
-        used = self.used * self.heads
+        blocks, pool_bytes = self.used, self.pool.nbytes
+        if seen is not None and id(self.shared) in seen:
+            blocks = pool_bytes = 0
+        elif seen is not None:
+            seen.add(id(self.shared))
+        elif len(self.shared.stores) > 1:
+            blocks = len(self.table[self._held()].unique())
+            pool_bytes = blocks * self.heads * self.record.nbytes
         roles: Sequence[Role] = ("codes", "scales", "zeros", "outliers")
-        parts: dict[str, int] = {role: used * self.record.role_bytes(role) for role in roles}
-        total = self.pool.nbytes + self.table.nbytes
-        return {**parts, "slack": total - sum(parts.values())}
+        parts: dict[str, int] = {role: blocks * self.heads * self.record.role_bytes(role) for role in roles}
+        return {**parts, "slack": pool_bytes + self.table.nbytes - sum(parts.values())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections import Counter
 from itertools import groupby
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvbits.cli.common import attempt, out
+from kvbits.cli.common import attempt, fail, out
 from kvbits.files import ABOUT, TENSORS, Calibration
 from kvbits.files.sealed import Sealed
 from kvbits.scheme import Scheme
@@ -19,16 +20,18 @@ _NOTE_CHARACTERS = 400
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="The file of a cache, or the folder of a calibration.")],
+    path: Annotated[Path, typer.Argument(help="The file of a cache, or the folder of a calibration or of prefixes.")],
     tokenizer: Annotated[
         str | None, typer.Option(help="A model whose tokenizer turns the ids of a cache into text again.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Read all of it, and compare its digests.")] = False,
 ) -> None:
-    """Say what a saved cache or a calibration holds, and whose it is, without loading it."""
+    """Say what a saved cache, a calibration or a store of prefixes holds, and whose it is, without loading it."""
     folder = path.parent if path.name in (ABOUT, TENSORS) else path
     if (folder / ABOUT).is_file():
         rows = _of_calibration(folder)
+    elif path.is_dir():
+        rows = _of_store(path)
     else:
         rows = attempt(_of_cache, path, tokenizer, verify, what=f"{path}: ")
     width = max(len(name) for name, _ in rows)
@@ -49,6 +52,24 @@ def _of_calibration(folder: Path) -> list[tuple[str, str]]:
         ("bytes", f"{size:,}"),
         ("written by", f"kvbits {about['kvbits']}"),
     ]
+
+
+def _of_store(folder: Path) -> list[tuple[str, str]]:
+    from kvbits.prefixes import files_of
+
+    files = sorted(files_of(folder), key=lambda file: -file.used_ns)
+    if not files:
+        fail(f"{folder} is a folder, but neither of a calibration nor of prefixes")
+    lines = [("prefixes", f"{folder}, {len(files)} caches, {sum(file.nbytes for file in files):,} bytes")]
+    for file in files:
+        try:
+            about = Sealed(file.path).about
+            of = f"{about['rows']['columns']:,} tokens, {Scheme.from_json(about['scheme'])}, {about['model']['class']}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            of = str(error)
+        used = datetime.datetime.fromtimestamp(file.used_ns / 1e9).isoformat(" ", "seconds")
+        lines.append((file.path.name, f"{file.nbytes:,} bytes, {of}, used {used}"))
+    return lines
 
 
 def _of_cache(path: Path, tokenizer: str | None, verify: bool) -> list[tuple[str, str]]:

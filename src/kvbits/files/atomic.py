@@ -52,7 +52,7 @@ def replacing(path: Path) -> Iterator[Path]:
     processes have left beside ``path`` are removed.
     """
     path = Path(os.path.realpath(path))
-    _sweep(path)
+    sweep(path.parent, f".{glob.escape(path.name)}.*.part")
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     held = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
     try:
@@ -71,11 +71,11 @@ def replacing(path: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
-def _sweep(path: Path) -> None:
-    """Remove what writers of ``path`` that were killed have left beside it."""
-    for name in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+def sweep(folder: Path, parts: str, stale_seconds: float = _STALE_SECONDS) -> None:
+    """Remove what writers that were killed have left in a folder: ``parts``, a pattern, that nobody holds."""
+    for name in folder.glob(parts):
         with contextlib.suppress(OSError):
-            if time.time() - name.stat().st_mtime > _STALE_SECONDS:
+            if time.time() - name.stat().st_mtime > stale_seconds:
                 held = os.open(name, os.O_RDONLY)
                 try:
                     if _lock(held, wait=False):

@@ -50,6 +50,10 @@ class Damaged(ValueError):
     """A file that is not what was written."""
 
 
+class Foreign(ValueError):
+    """A file that is something else, or whose very beginning is damaged."""
+
+
 class Newer(ValueError):
     """A file of a later release."""
 
@@ -202,13 +206,13 @@ class Sealed:
         FileNotFoundError: if there is none.
         Damaged: if it is truncated, or another digest comes out of its header.
         Newer: if it has a later format.
-        ValueError: if it is something else.
+        Foreign: if it is something else.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if path.is_dir():
-            raise ValueError(f"{path} is a folder, not the file of a cache")
+            raise Foreign(f"{path} is a folder, not the file of a cache")
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
         with open(path, "rb") as file:
@@ -234,7 +238,7 @@ class Sealed:
         """The header, if it is one of ours and as it was written."""
         begin = _BEGIN.match(header)
         if begin is None:
-            raise ValueError(f"{self.path} is no file of a kvbits cache{_what_else(header)}")
+            raise Foreign(f"{self.path} is no file of a kvbits cache{_what_else(header)}")
         if int(begin[1]) > FORMAT:
             raise Newer(
                 f"{self.path} has format {int(begin[1])}, and this release of kvbits reads formats up to {FORMAT}: "
@@ -305,6 +309,8 @@ class Sealed:
 
 def _what_else(header: bytes) -> str:
     """What a file is that is no cache, as far as its first bytes tell."""
+    if not header:
+        return ": it is empty"
     try:
         words = json.loads(header)
     except (ValueError, RecursionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvbits.cache import Before, LayerCache
+from kvbits.cache import Before, LayerCache, bytes_once
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
 from kvbits.hf.rotary import Rotaries
@@ -62,6 +63,12 @@ class Columns:
         """Announce the positions of the forward's columns; None: what was announced before, or as the model counts."""
         if positions is not None:
             self._positions = positions
+
+    def fork(self) -> Columns:
+        """The same for another cache."""
+        twin = Columns(self.rotaries, self.strict)
+        twin.rows, twin.ids = self.rows, TokenIds(*self.ids.pieces)
+        return twin
 
     @property
     def waiting(self) -> bool:
@@ -262,6 +269,12 @@ class PackedLayer(CacheLayerMixin):
 
     offload = prefetch = _refuse_offloading
 
+    def fork(self, columns: Columns) -> PackedLayer:
+        """The same for another cache; see :meth:`KVCache.fork`."""
+        twin = PackedLayer(self.core.fork(), columns, self.name)
+        twin.is_initialized, twin.swallowed = self.is_initialized, self.swallowed
+        return twin
+
     def reset(self) -> None:
         """Forget everything."""
         self.core.reset()
@@ -436,15 +449,20 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> ByteCount:
-        """Bytes really allocated, by part; ``int(cache.nbytes)`` or ``.total`` is their sum."""
+        """Bytes really allocated, by part; ``int(cache.nbytes)`` or ``.total`` is their sum.
+
+        A fork counts the blocks that it refers to, whoever else does; :func:`nbytes_of` counts several caches together.
+        """
+        return self._count(None)
+
+    def _count(self, seen: set[int] | None) -> ByteCount:
         count = ByteCount()
         for layer in self.layers:
             if isinstance(layer, PackedLayer):
-                count += ByteCount(**layer.core.nbytes())
+                count += ByteCount(**layer.core.nbytes(seen))
             else:
                 count += ByteCount(other=storage_bytes(layer))
-        count += ByteCount(slack=self.columns.rows.nbytes + self.columns.ids.nbytes)
-        return count
+        return count + ByteCount(slack=self.columns.rows.nbytes + bytes_once(self.columns.ids.pieces, seen))
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -502,6 +520,44 @@ class KVCache(Cache):
             layer.core.crop(gone, rows)
         self.columns.replace(rows)
 
+    def whole(self, columns: int) -> int:
+        """How many of the first ``columns`` columns a crop may keep so that no packed block has to be decoded.
+
+        What is left after such a crop is what was stored, and nothing is encoded twice. Layers of the model's own type
+        that no crop can take back allow all columns or none.
+
+        Raises:
+            ValueError: for more than one row, or a padded one.
+        """
+        rows = self.columns.rows
+        if rows.batch > 1 or rows.padded:
+            raise ValueError(f"only a cache of one row without padding can be cut like this, not of {rows.batch}")
+        if columns >= rows.columns:
+            return rows.columns
+        if not all(isinstance(layer, PackedLayer) or _is_cut_anywhere(layer) for layer in self.layers):
+            return 0
+        before = columns + 1
+        while columns < before:  # where late sinks differ, blocks of one layer end elsewhere than those of another
+            before, columns = columns, min(layer.core.whole(columns) for layer in self.packed_layers)
+        return columns
+
+    def fork(self) -> KVCache:
+        """Another cache that holds the same and goes on by itself, as a copy does.
+
+        Packed blocks are shared for good, also when either of them packs more, so n continuations of a prompt cost one
+        prompt; exact tokens and the layers of the model's own type are copied. Forks may run in threads of their own.
+        """
+        self.settle()
+        columns = self.columns.fork()
+        layers: list[Any] = []
+        for layer in self.layers:
+            layers.append(layer.fork(columns) if isinstance(layer, PackedLayer) else copy.deepcopy(layer))
+        twin = object.__new__(KVCache)
+        vars(twin).update({**vars(self), "layers": layers, "columns": columns, "_touched": {}})
+        return twin
+
+    __copy__ = fork
+
     offload = prefetch = _refuse_offloading
 
     def reset(self) -> None:
@@ -517,6 +573,19 @@ class KVCache(Cache):
                 fresh.activate_past_recording()
             self.layers[index] = fresh
         self.columns.replace(Rows())
+
+
+def _is_cut_anywhere(layer: Any) -> bool:
+    """Whether a layer of the model's own type can be cropped to any length: it has no state, and no full window."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        return layer.get_seq_length() < layer.sliding_window
+    return not any(isinstance(x, (torch.Tensor, dict)) for x in vars(layer).values())
+
+
+def nbytes_of(caches: Iterable[KVCache]) -> ByteCount:
+    """Bytes really allocated by several caches together: what forks share counts once."""
+    seen: set[int] = set()
+    return sum((cache._count(seen) for cache in caches), ByteCount())
 
 
 def _no_model() -> None:

@@ -36,37 +36,32 @@ def text_of(arguments: Mapping[str, Any]) -> torch.Tensor | None:
 class TokenIds:
     """Ids of the columns of a cache, int32, which grow with it: a step adds a piece and copies nothing."""
 
-    def __init__(self, ids: torch.Tensor | None = None) -> None:
-        self._pieces = [] if ids is None else [ids]
+    def __init__(self, *pieces: torch.Tensor) -> None:
+        self.pieces = list(pieces)
 
     @property
     def columns(self) -> int:
         """How many there are."""
-        return sum(piece.shape[1] for piece in self._pieces)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of them."""
-        return sum(piece.nbytes for piece in self._pieces)
+        return sum(piece.shape[1] for piece in self.pieces)
 
     def extend(self, ids: torch.Tensor | None, batch: int, columns: int) -> None:
         """Add ``ids [B, columns]``, or as many unknown ones."""
         if ids is None or ids.shape != (batch, columns):
             ids = torch.full((batch, columns), UNKNOWN, dtype=torch.int32)
-        self._pieces.append(ids.detach().to(torch.int32, copy=True))
-        if len(self._pieces) > _PIECES:
-            self._pieces = [self.all()]
+        self.pieces.append(ids.detach().to(torch.int32, copy=True))
+        if len(self.pieces) > _PIECES:
+            self.pieces = [self.all()]
 
     def crop(self, columns: int) -> None:
         """Keep the first ``columns``."""
         if columns < self.columns:
-            self._pieces = [self.all()[:, :columns].clone()] if columns else []
+            self.pieces = [self.all()[:, :columns].clone()] if columns else []
 
     def select(self, rows: torch.Tensor) -> None:
         """Row ``i`` becomes what row ``rows[i]`` was."""
-        self._pieces = [piece[rows.to(piece.device)] for piece in self._pieces]
+        self.pieces = [piece[rows.to(piece.device)] for piece in self.pieces]
 
     def all(self) -> torch.Tensor:
         """``[B, columns]``; ``[0, 0]`` while there are none."""
-        device = self._pieces[0].device if self._pieces else None
-        return torch.cat([x.to(device) for x in self._pieces], 1) if self._pieces else torch.empty(0, 0).int()
+        device = self.pieces[0].device if self.pieces else None
+        return torch.cat([x.to(device) for x in self.pieces], 1) if self.pieces else torch.empty(0, 0).int()
