@@ -9,7 +9,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import calibrate, generate, schemes
+    from kvbits.cli import bench, calibrate, generate, schemes
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -43,6 +43,7 @@ COMMANDS = (
     schemes.schemes,
     schemes.explain,
     calibrate.calibrate,
+    bench.bench,
     version,
 )
 """In the order in which ``kvbits --help`` lists them."""
