@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvbits.measure.breakeven import Gain, break_even, verdicts, with_break_even
 from kvbits.measure.caches import EXACT, nbytes
 from kvbits.measure.flush import packed_tokens, tokens_between, tokens_to_flush
 from kvbits.measure.lane import Lane, Reading
+from kvbits.measure.memory import Peak
 from kvbits.measure.peak import Errand
 from kvbits.measure.prompts import Prompts, prose
 from kvbits.measure.results import Results
@@ -716,3 +718,33 @@ def test_a_command_whose_caches_all_fail_fails(folder: str, monkeypatch: Any) ->
     monkeypatch.setattr(speed_module, "Lane", lambda *_: SimpleNamespace(name=EXACT, reading=None, model=None))
     code, output = run("bench", folder, "--context", "64", "--schemes", "hf:dynamic", "--no-peak")
     assert code == 2 and "every cache failed" in output and "hf:dynamic: failed: AttributeError" in output
+
+
+# -- the scripts whose files the tables in the documentation are made of -----------------------------------------------
+
+
+@pytest.mark.parametrize(("script", "arguments", "section"), [
+    pytest.param("decode", ["--schemes", SMALL, "--rounds", "4"], "decode_speed", marks=named("hf:quanto4")[0].marks),
+    ("prefill", ["--schemes", SMALL, "--rounds", "1", "--chunk", "32"], "prompt_speed"),
+    ("memory", ["--schemes", SMALL], "peak_memory"),
+])  # fmt: skip
+def test_scripts_write_what_the_tables_are_made_of(
+    folder: str, tmp_path: Path, monkeypatch: Any, script: str, arguments: list[str], section: str
+) -> None:
+    common, module = importlib.import_module("common"), importlib.import_module(script)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(module, "require_green", lambda *tests: None, raising=False)
+    monkeypatch.setattr(bench_module, "peak_of", lambda errand: Peak("made up", 10**9))
+    contexts = ["--contexts", "64", "--dtypes", "float32"]
+    monkeypatch.setattr(bench_module, "prose", lambda: TEXT)
+    monkeypatch.setattr("sys.argv", [f"{script}.py", "--model", folder, *contexts, *arguments])
+    module.main()
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    table = getattr(generate, section)()
+    lines = [line for line in table.splitlines() if line.startswith("| float32 | 64 |")]
+    assert len(lines) == {"decode": 4, "prefill": 4, "memory": 2}[script], table
+    assert any(f"`{SMALL}`" in line for line in lines)
