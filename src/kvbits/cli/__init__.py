@@ -9,7 +9,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import calibrate, generate, inspect, report, retrieval, schemes, serve
+    from kvbits.cli import bench, calibrate, generate, inspect, report, retrieval, schemes, serve
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -47,6 +47,7 @@ COMMANDS = (
     serve.serve,
     report.report,
     inspect.inspect,
+    bench.bench,
     version,
 )
 """In the order in which ``kvbits --help`` lists them."""
