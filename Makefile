@@ -111,7 +111,7 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt $(NATIVE)
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-run
 	@echo "installing the test tools and linters into $(VENV)"
-	@$(PIP_INSTALL) 'kvbits[serve,dev]'
+	@$(PIP_INSTALL) 'kvbits[eval,report,serve,dev]'
 	@touch $@
 
 # hqq comes as source; DISABLE_CUDA keeps it from compiling its GPU kernels.

@@ -467,13 +467,21 @@ class LayerCache:
         return parts
 
     @property
+    def tokens(self) -> int:
+        """Own tokens of all rows that are still held."""
+        return 0 if self.store is None else sum(self.rows.counts) - sum(self._lost())
+
+    @property
+    def packed_tokens(self) -> int:
+        """Those of them that stand in packed blocks."""
+        return self.tokens - sum(self.held)
+
+    @property
     def elements(self) -> int:
         """Elements of K and V of all own tokens that are still held."""
         if self.keys is None or self.values is None:
             return 0
-        assert self.store is not None
-        tokens = sum(self.rows.counts) - sum(self._lost())
-        return tokens * self.keys.shape[1] * (self.keys.shape[3] + self.values.shape[3])
+        return self.tokens * self.keys.shape[1] * (self.keys.shape[3] + self.values.shape[3])
 
     # -- changing --------------------------------------------------------------------------------------------------
 

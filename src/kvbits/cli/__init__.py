@@ -9,7 +9,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import bench, calibrate, generate, inspect, report, retrieval, schemes, serve
+    from kvbits.cli import bench, calibrate, generate, inspect, report, retrieval, schemes, serve, tasks
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -48,12 +48,15 @@ COMMANDS = (
     report.report,
     inspect.inspect,
     bench.bench,
+    tasks.tasks,
     version,
 )
 """In the order in which ``kvbits --help`` lists them."""
 
 for command in COMMANDS:
     app.command()(command)
+
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(tasks.lm_eval)
 
 
 def main() -> None:

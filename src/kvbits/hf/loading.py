@@ -38,7 +38,7 @@ def load_model(
         FileNotFoundError: if the embedded model is wanted and its package is not installed.
     """
     scheme = None if kv_cache_dtype in (None, "auto") else Scheme.parse(kv_cache_dtype)
-    folder, file = _where(name)
+    folder, file = where(name)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **file, **options)
     model.eval()
     return model if scheme is None else enable(model, scheme, calibration=calibration)
@@ -46,13 +46,18 @@ def load_model(
 
 def load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to :func:`load_model` of the same name."""
-    folder, file = _where(name)
+    folder, file = where(name)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **file, **options)
     return tokenizer
 
 
-def _where(name: str) -> tuple[str, dict[str, str]]:
-    """Folder or hub id, and the GGUF file in it, if it is one."""
+def where(name: str) -> tuple[str, dict[str, str]]:
+    """Folder or hub id of a model, and the option ``gguf_file`` where it is a GGUF file: for ``from_pretrained``.
+
+    Raises:
+        FileNotFoundError: for a GGUF file that is not there.
+        ModuleNotFoundError: if it is there and the package that reads it is not.
+    """
     path = embedded_model() if name == DEFAULT_MODEL else Path(name)
     if path.suffix == ".gguf":
         if not path.is_file():
