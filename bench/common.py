@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbits.measure.setting import setting
+from kvbits.measure.text import prose as prose  # for all benchmarks
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,10 +37,3 @@ def require_green(*tests: str) -> None:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(tests)}: a test fails, so nothing is measured\n{done.stdout[-2000:]}")
-
-
-def prose(characters: int) -> str:
-    """Real English from Python's own help topics."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics) if len(topics[name]) > 2000)[:characters]

