@@ -1,7 +1,7 @@
 """The ablation of KVQuant (arXiv 2401.18079, table 1 and section 4) on a real model, and every method at 4, 3, 2 bits.
 
 Two calibrations of one text, weighted by squared gradients and not; then perplexity and KL to the exact cache of each
-step, through the cache in small chunks, as ``bench/quality.py`` measures it. ``--altered`` measures models whose keys
+step, through the cache in small chunks, as ``kvbits eval`` measures it. ``--altered`` measures models whose keys
 have outlier channels or a large constant offset (see ``bench/altered.py``), each against its own exact cache.
 
     python bench/ablation.py --calibration-text valid.txt --text test.txt
@@ -9,18 +9,21 @@ have outlier channels or a large constant offset (see ``bench/altered.py``), eac
 
 from __future__ import annotations
 
+import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import altered
 import torch
 from common import prose, write
-from quality import measure, parser_of, windows_of
 
 from kvbits.calibration import calibrate
 from kvbits.hf.loading import load_model, load_tokenizer
+from kvbits.measure.quality import CHUNK, LENGTH, WINDOWS, measure
 from kvbits.measure.setting import SEED
+from kvbits.measure.text import read, windows_of
 
 
 def steps(bits: int) -> dict[str, str]:
@@ -62,8 +65,23 @@ def fitted(model: Any, name: str, text: str, schemes: list[str], weighted: bool,
     return Path(folder)
 
 
+def rows_of(
+    model: Any, windows: torch.Tensor, schemes: Sequence[str], chunk: int, calibration: Path | None = None
+) -> list[dict[str, Any]]:
+    """One row a scheme, and first that of the noise floor, as they come."""
+    rows = measure(model, windows, schemes, chunk=chunk, calibration=calibration, tell=print).rows
+    for row in rows:
+        print(row, flush=True)
+    return rows
+
+
 def main() -> None:
-    parser = parser_of(__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--text", type=Path, help="a text file; default: Python's help topics")
+    parser.add_argument("--windows", type=int, default=WINDOWS)
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--chunk", type=int, default=CHUNK)
     parser.add_argument("--calibration-text", type=Path, help="default: other topics")
     parser.add_argument("--bits", default="4,3,2")
     parser.add_argument("--altered", action="store_true")
@@ -72,19 +90,19 @@ def main() -> None:
     torch.manual_seed(SEED)
     model = load_model(options.model, dtype=torch.float32)
     own = prose(600_000)
-    text = options.text.read_text(encoding="utf-8") if options.text else own[:200_000]
-    windows = windows_of(options.model, text[: 40 * options.windows * options.length], options.windows, options.length)
+    text = read(options.text).content if options.text else own[:200_000]
+    windows = windows_of(text, load_tokenizer(options.model), options.windows, options.length, placement="start")
     more = {name: getattr(options, name) for name in ("model", "windows", "length", "chunk")}
     more |= {"text": options.text.name if options.text else "pydoc_data.topics"}
     if options.altered:
         rows = [
             {"altered": f"{kind.__name__} {size}", **row}
             for kind, size in ((altered.scaled, 1), (altered.scaled, 8), (altered.scaled, 64), (altered.offset, 8))
-            for row in measure(kind(model, size), windows, ALTERED, options.chunk)
+            for row in rows_of(kind(model, size), windows, ALTERED, options.chunk)
         ]
         print(write(options.out or "altered", rows, **more))
         return
-    other = options.calibration_text.read_text(encoding="utf-8") if options.calibration_text else own[200_000:]
+    other = read(options.calibration_text).content if options.calibration_text else own[200_000:]
     bits = [int(width) for width in options.bits.split(",")]
     calibrated = [scheme for b in bits for scheme in steps(b).values() if "nuq" in scheme or "-calibrated" in scheme]
     rows = []
@@ -93,10 +111,10 @@ def main() -> None:
         fitted(model, options.model, other, [f"nuq{b}-1%" for b in bits], False, plain)
         for b in bits:
             named = steps(b)
-            found = measure(model, windows, [*named.values(), *others(b)], options.chunk, Path(weighted))
+            found = rows_of(model, windows, [*named.values(), *others(b)], options.chunk, Path(weighted))
             by_scheme = {scheme: step for step, scheme in named.items()}
             rows += [{"bits": b, "step": by_scheme.get(row["scheme"]), **row} for row in found]
-            unweighted = measure(model, windows, [f"nuq{b}-1%"], options.chunk, Path(plain))[1]
+            _, unweighted = rows_of(model, windows, [f"nuq{b}-1%"], options.chunk, Path(plain))
             rows.append({"bits": b, "step": WEIGHED, **unweighted})
     source = options.calibration_text.name if options.calibration_text else "pydoc_data.topics"
     print(write(options.out or "ablation", rows, **more, calibration=f"{source}, 16 x 512 tokens"))

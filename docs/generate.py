@@ -348,9 +348,9 @@ def facts() -> str:
 
 
 def result(name: str) -> dict[str, Any]:
-    """What ``bench/<name>.py`` last wrote."""
+    """What ``bench/<name>.py``, or ``kvbits`` with ``--json``, last wrote; with its setting also on the top level."""
     data: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return data
+    return {**data["setting"], **data}
 
 
 def result_if_any(name: str) -> dict[str, Any] | None:
@@ -514,6 +514,7 @@ def quality() -> str:
             "" if row[bits] is None else f"{row[bits]:.{2 if bits == 'bits_at_8000' else 1}f}",
         )
         for row in data["rows"]
+        if "error" not in row and row.get("regime") != "one-shot"
     ]
     return f"{table(head, rows, right=range(1, 7))}\n\n{measured_how(data, '`hf:dynamic` is the noise floor.')}"
 

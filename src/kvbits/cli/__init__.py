@@ -9,7 +9,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import bench, calibrate, generate, inspect, report, retrieval, schemes, serve, tasks
+    from kvbits.cli import bench, calibrate, evaluate, generate, inspect, report, retrieval, schemes, serve, tasks
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -37,24 +37,25 @@ def _options(
     """The KV cache of language models in 2 to 8 bits, and attention straight from the stored bits."""
 
 
-COMMANDS = (
-    generate.demo,
-    generate.generate,
-    schemes.schemes,
-    schemes.explain,
-    calibrate.calibrate,
-    retrieval.retrieval,
-    serve.serve,
-    report.report,
-    inspect.inspect,
-    bench.bench,
-    tasks.tasks,
-    version,
-)
+COMMANDS = {
+    "demo": generate.demo,
+    "generate": generate.generate,
+    "schemes": schemes.schemes,
+    "explain": schemes.explain,
+    "eval": evaluate.evaluate,
+    "retrieval": retrieval.retrieval,
+    "tasks": tasks.tasks,
+    "bench": bench.bench,
+    "report": report.report,
+    "calibrate": calibrate.calibrate,
+    "inspect": inspect.inspect,
+    "serve": serve.serve,
+    "version": version,
+}
 """In the order in which ``kvbits --help`` lists them."""
 
-for command in COMMANDS:
-    app.command()(command)
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(tasks.lm_eval)
 

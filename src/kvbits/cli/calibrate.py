@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import progress
+from rich.progress import TaskID
 
-from kvbits.cli.common import Device, DType, Model, attempt, err, load, out, read_text
+from kvbits.cli.common import Device, DType, Model, attempt, bars, err, load, out, read_text
 from kvbits.scheme import SINK_TOKENS, Scheme
 
 
@@ -38,11 +38,8 @@ def calibrate(
     loaded, tokenizer = load(model, dtype, device)
     from kvbits.calibration import calibrate as fit
 
-    tasks: dict[str, progress.TaskID] = {}
-    bar = progress.Progress(
-        progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn(), console=err,
-    )  # fmt: skip
+    tasks: dict[str, TaskID] = {}
+    bar = bars()
 
     def report(stage: str, done: int, count: int) -> None:
         if stage not in tasks:

@@ -11,6 +11,14 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 out, err = Console(), Console(stderr=True)
 
@@ -24,6 +32,14 @@ Calibrated = Annotated[
 
 
 def load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+    """A model and its tokenizer."""
+    check_model(name, dtype, device)
+    tokenizer = load_tokenizer(name)
+    return load_model(name, dtype, device), tokenizer
+
+
+def check_model(name: str, dtype: str, device: str) -> None:
+    """End with a message for what is wrong with these without a look at any weights."""
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
         fail(f"the folder {name} has no config.json: it is no model")
@@ -31,18 +47,46 @@ def load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
         fail(f"{name} is a file, but no .gguf file; give a hub id, a folder with a model, or a .gguf file")
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         fail(f"--dtype {dtype} is unknown; allowed are auto, float32, bfloat16, float16")
+    attempt(torch.empty, 0, device=device, what=f"cannot use the device {device!r}: ")
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer that belongs to a model, which takes seconds at most."""
     from transformers.utils import logging
 
-    from kvbits.hf.loading import load_model, load_tokenizer
+    from kvbits.hf.loading import load_tokenizer as load_one
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    attempt(torch.empty, 0, device=device, what=f"cannot use the device {device!r}: ")
+    missing = f"{name} has a model, but no tokenizer that can be loaded, and text needs one: "
+    what = missing if Path(name).is_dir() else f"cannot load {name!r}: "
+    with err.status(f"loading the tokenizer of {name}"):
+        return attempt(load_one, name, what=what)
+
+
+def load_model(name: str, dtype: str, device: str) -> Any:
+    """The model itself, on its device."""
+    from kvbits.hf.loading import load_model as load_one
+
     with err.status(f"loading {name}"):
-        tokenizer = attempt(load_tokenizer, name, what=f"cannot load {name!r}: ")
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
-        model = attempt(load_model, name, dtype=kind, what=f"cannot load {name!r}: ")
-        return attempt(model.to, device, what=f"cannot use the device {device!r}: "), tokenizer
+        model = attempt(load_one, name, dtype=kind, what=f"cannot load {name!r}: ")
+        return attempt(model.to, device, what=f"cannot use the device {device!r}: ")
+
+
+def bars() -> Progress:
+    """Progress bars with what is left, on standard error."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(), console=err,
+    )  # fmt: skip
+
+
+def results_file(file: Path | None) -> Path | None:
+    """The argument of --json, once its folder is known to be there."""
+    if file is not None and not file.absolute().parent.is_dir():
+        fail(f"--json {file}: there is no folder {file.parent}")
+    return file
 
 
 def read_text(prompt: str | None, file: Path | None) -> str:

@@ -23,6 +23,7 @@ from kvbits.cli.common import (
     load,
     out,
     read_text,
+    results_file,
     topics,
 )
 from kvbits.files import load_calibration, refuse_uncalibrated
@@ -52,8 +53,7 @@ def generate(
     The scheme 'exact' is Transformers' own cache. Without a prompt, the text of Python's help topics is used.
     """
     schemes = [attempt(Scheme.parse, name) for name in scheme or [RECOMMENDED]]
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        fail(f"--json {json_file}: there is no folder {json_file.parent}")
+    results_file(json_file)
     for one in schemes if calibration is None else ():
         attempt(refuse_uncalibrated, one)
     if calibration is not None:

@@ -101,7 +101,7 @@ def _explain(model: PreTrainedModel, scheme: Scheme, options: dict[str, Any]) ->
     for index, (layer, real) in enumerate(zip(cache.layers, shown.layers, strict=True)):
         if isinstance(layer, PackedLayer) and isinstance(real, PackedLayer):
             step, core = layer.trace.outcome, real.core
-            why = _why(model, step, layer.trace.kernels)
+            why = reason(model, step, layer.trace.kernels)
             if core.rotary is None and (core.scheme.pre_rope or core.scheme.centred):
                 why += "; this layer does not rotate its keys in a way to take off: they are stored as they come"
             paths.append(LayerPath(index, str(core.scheme), step, why))
@@ -140,7 +140,8 @@ def _special_tokens(config: Mapping[Any, Any]) -> set[int]:
     return found
 
 
-def _why(model: PreTrainedModel, step: str, kernels: list[str]) -> str:
+def reason(model: PreTrainedModel, step: str, kernels: list[str]) -> str:
+    """Why a layer's last step went the way it did, from its trace: its outcome, and what each kernel said of it."""
     if step.startswith("kernel"):
         passed_over = itertools.takewhile(lambda line: not line.endswith(": runs"), kernels)
         where = f", {instruction_set()}" if step == "kernel native" else ""

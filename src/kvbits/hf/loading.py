@@ -6,7 +6,14 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from kvbits.files import Calibration
 from kvbits.hf.attach import enable
@@ -49,6 +56,13 @@ def load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     folder, file = where(name)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **file, **options)
     return tokenizer
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """The configuration of :func:`load_model` of the same name, without its weights."""
+    folder, file = where(name)
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, **file)
+    return config
 
 
 def where(name: str) -> tuple[str, dict[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ PEERS: dict[str, dict[str, Any]] = {
     "hf:hqq2": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
     "hf:fp8": {"backend": "fp8"},
 }
-"""Options of Transformers' ``QuantizedCache`` for each peer."""
+"""Options of Transformers' ``QuantizedCache`` for each peer.
+
+hqq has groups of neighbouring channels of a token (``axis`` 1), as Transformers' documentation recommends; with its
+default, 0, they run across tokens and heads, and its divergence is two to seven times as large. Below 8 bits it fails
+where it is about to pack an odd number of groups: odd numbers of tokens in models with an odd number of KV heads.
+"""
+
+_PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 
 
 def check(name: str, calibrated: bool = False) -> str:
@@ -55,7 +63,19 @@ def check(name: str, calibrated: bool = False) -> str:
 
 def is_exact(name: str) -> bool:
     """Whether nothing is quantized under this name."""
-    return name == EXACT or (not name.startswith("hf:") and not Scheme.parse(name).packs)
+    if name.startswith("hf:"):
+        return name == EXACT
+    scheme = Scheme.parse(name)
+    return not scheme.packs and not scheme.overrides
+
+
+def installed(name: str) -> bool:
+    """Whether the library that a peer stands on is there; kvbits schemes need none."""
+    package = _PACKAGES.get(PEERS[name]["backend"]) if name in PEERS else None
+    try:
+        return package is None or importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package that it would lie in
+        return False
 
 
 def make(model: PreTrainedModel, name: str, calibration: str | Path | Calibration | None = None) -> Cache:
@@ -89,11 +109,18 @@ def nbytes(cache: Cache) -> int:
     return cache.nbytes.total if isinstance(cache, KVCache) else sum(map(storage_bytes, cache.layers))
 
 
+def outcomes(cache: Cache) -> set[str]:
+    """What computed attention in the last forward, in any layer: ``kernel native``, ``decoded``, ...
+
+    ``stock`` is the model's own attention over exact keys and values, which is also what peers decode theirs for.
+    """
+    layers = cache.packed_layers if isinstance(cache, KVCache) else []
+    return {layer.trace.outcome for layer in layers if layer.core.keys is not None} or {"stock"}
+
+
 def kernels(cache: Cache) -> str:
-    """What computed attention in the last forward: ``kernel native``, ``decoded``, ... ; ``stock`` for peers."""
-    if not isinstance(cache, KVCache):
-        return "stock"
-    return ", ".join(sorted({layer.trace.outcome for layer in cache.packed_layers})) or "stock"
+    """:func:`outcomes` as one word or more."""
+    return ", ".join(sorted(outcomes(cache)))
 
 
 def branch(cache: Cache) -> Cache:

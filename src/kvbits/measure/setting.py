@@ -21,7 +21,7 @@ CHUNK_TOKENS = 16
 """Tokens that are read through a cache at a time, unless another number is given."""
 
 
-def setting(model: PreTrainedModel | None = None, **more: Any) -> dict[str, Any]:
+def setting(model: PreTrainedModel | None = None, /, **more: Any) -> dict[str, Any]:
     """Hardware, versions, seed, date and command; of a model its class, dtype, device and shape; then ``more``."""
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

@@ -1,0 +1,89 @@
+"""Real bits per element: everything that a cache has allocated, over the keys and values that it stands for."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Hashable
+
+import torch
+from transformers import Cache, QuantizedCache
+from transformers.cache_utils import DynamicLayer
+
+from kvbits.cache import LayerCache
+from kvbits.hf.cache import KVCache, storage_bytes
+from kvbits.measure.setting import SEED
+
+LONG_TOKENS = 8000
+"""A context beside which the tokens that a scheme keeps exact are few."""
+
+
+def elements(exact: Cache) -> int:
+    """Elements of the keys and values in those layers of an exact cache of Transformers that see the whole text."""
+    full = [layer for layer in exact.layers if type(layer) is DynamicLayer]
+    return sum(x.numel() for layer in full for x in (layer.keys, layer.values) if x is not None)
+
+
+def bits_per_element(cache: Cache, elements: int) -> float | None:
+    """Bits that a live cache has allocated for each element: codes, scales, exact tokens and spare room included.
+
+    Layers with a window, or a state in place of keys, count neither here nor there, where a cache keeps them as they
+    are in the exact one.
+
+    Args:
+        cache: after some text.
+        elements: of the keys and values of that text; see :func:`elements`.
+
+    Returns:
+        None where a cache has no other layers.
+    """
+    if isinstance(cache, KVCache):
+        return cache.bits_per_element or None
+    full = [x for x in cache.layers if type(x) is DynamicLayer or isinstance(cache, QuantizedCache)]
+    return 8 * sum(map(storage_bytes, full)) / elements if elements else None
+
+
+def bits_at(cache: Cache, tokens: int = LONG_TOKENS) -> float | None:
+    """The same of a long context: what the layers of a kvbits cache would allocate for a prompt of ``tokens``.
+
+    Layers of the same shapes and schemes are filled with random bfloat16 keys and values; no model runs. Exact tokens
+    therefore count 16 bits, whatever the dtype of the model.
+
+    Args:
+        cache: after some text, so that its layers know their shapes.
+        tokens: of the prompt.
+
+    Returns:
+        None for peers, and where kvbits stores no layer.
+    """
+    held = [x.core for x in cache.packed_layers if x.core.keys is not None] if isinstance(cache, KVCache) else []
+    alike = Counter(map(_shape, held))
+    one = {_shape(core): core for core in held}
+    total = count = 0
+    for shape, layers in alike.items():
+        layer = _filled(one[shape], tokens)
+        total += layers * sum(layer.nbytes().values())
+        count += layers * layer.elements
+    return 8 * total / count if count else None
+
+
+def _shape(core: LayerCache) -> Hashable:
+    """What the bytes of a layer depend on."""
+    assert core.keys is not None and core.values is not None
+    learned = tuple(tuple((name, tuple(x.shape)) for name, x in sorted(params.items())) for params in core.learned)
+    heads, key_channels, value_channels = core.keys.shape[1], core.keys.shape[3], core.values.shape[3]
+    return str(core.scheme), core.window, core.rotary is None, learned, heads, key_channels, value_channels
+
+
+def _filled(core: LayerCache, tokens: int) -> LayerCache:
+    assert core.keys is not None and core.values is not None
+    generator = torch.Generator().manual_seed(SEED)
+    keys, values = (
+        torch.randn(1, x.shape[1], tokens, x.shape[3], generator=generator).to(x.device, torch.bfloat16)
+        for x in (core.keys, core.values)
+    )
+    layer = LayerCache(core.scheme, core.window, core.name, core.rotary, core.learned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # random values may lie outside the range that a calibration has seen
+        layer.append(keys, values)
+    return layer

@@ -1,0 +1,143 @@
+"""What makes a measurement say less than it seems to: refused where it would say nothing, else written beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from transformers import Cache, PreTrainedModel
+
+from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.explain import reason
+from kvbits.scheme import BLOCKS, RESIDUAL_TOKENS, Scheme
+
+FEW_PACKED = 0.5
+"""Below this share of packed keys among those attended to, a figure is mostly of the exact ones."""
+
+SLOW = ("decoded", "kernel reference")
+"""What computes attention where no fast kernel does."""
+
+ONE_SHOT = (
+    "the whole window in one forward attends to the exact keys and values it has just computed: this says nothing of "
+    "the cache"
+)
+ONE_WINDOW = "one window: how much figures vary from text to text is not known; give 2 windows or more"
+
+
+def refuse_one_chunk(length: int, chunk: int) -> None:
+    """Raise ValueError where windows go through the cache in one piece, or there is nothing to go through it."""
+    if chunk < 1 or length < 2:
+        raise ValueError(
+            f"windows of {length} tokens in chunks of {chunk} measure nothing; give 2 or more, and 1 or more"
+        )
+    if chunk >= length:
+        raise ValueError(
+            f"a chunk of {chunk} tokens holds a whole window of {length}, and {ONE_SHOT}. Give a smaller chunk, such "
+            "as 16; one_shot (--one-shot) shows that regime beside the true one"
+        )
+
+
+def refuse_unpacked(name: str, length: int, chunk: int) -> None:
+    """Raise ValueError for a scheme that would pack nothing of a window that is read again.
+
+    Args:
+        name: of a kvbits scheme; peers and schemes that pack nothing by intent pass.
+        length, chunk: tokens of a window, and of the chunks in which it is read.
+    """
+    if name.startswith("hf:"):
+        return
+    scheme = Scheme.parse(name)
+    if not scheme.packs and not scheme.overrides:
+        return
+    residual = RESIDUAL_TOKENS if scheme.residual is None else scheme.residual
+    exact = scheme.sinks + scheme.late_sinks + residual
+    seen = (math.ceil(length / chunk) - 1) * chunk  # by the last chunk, of the cache
+    if seen >= exact + scheme.block:
+        return
+    needed = math.ceil((exact + scheme.block) / chunk) * chunk + 1
+    raise ValueError(
+        f"{name} would pack nothing that is read again in windows of {length} tokens in chunks of {chunk}: {exact} "
+        f"tokens and more stay exact, and {scheme.block} are packed at a time. Give a length of {needed} at least, "
+        f"better four times as much, or a scheme that keeps fewer exact, such as {_with_fewer_exact(scheme)}"
+    )
+
+
+def _with_fewer_exact(scheme: Scheme) -> Scheme:
+    """The same codecs with the shortest residual and blocks that make sense for them."""
+    for block in BLOCKS:
+        if all(block % codec.block_multiple == 0 for codec in scheme.codecs):
+            return replace(scheme, residual=min(BLOCKS), late_sinks=0, block=block)
+    raise AssertionError(f"{scheme} fits no block")  # the scheme itself has one
+
+
+class Packed(NamedTuple):
+    """How much of a cache a run has really put to use.
+
+    Attributes:
+        read, attended: keys that queries attended to: those in packed blocks, and all; means over layers that pack.
+    """
+
+    read: float = 0.0
+    attended: float = 0.0
+
+    @property
+    def share(self) -> float | None:
+        """Of the keys attended to, those that were packed; None before any."""
+        return self.read / self.attended if self.attended else None
+
+    def after(self, cache: Cache, seen: int, queries: int) -> Packed:
+        """With ``queries`` more tokens, about to attend to ``seen`` in the cache and to each other."""
+        packing = _packing_layers(cache)
+        if not packing:
+            return self
+        stores = [(layer.core.store, layer.core.scheme.block) for layer in packing]
+        tokens = [store.longest * block for store, block in stores if store is not None]
+        mean = sum(tokens) / len(tokens) if tokens else 0.0
+        attended = queries * seen + queries * (queries + 1) / 2
+        return Packed(self.read + queries * mean, self.attended + attended)
+
+
+def packed_layers(cache: Cache) -> int:
+    """Layers in which kvbits has packed anything."""
+    stores = [layer.core.store for layer in _packing_layers(cache)]
+    return sum(store is not None and store.longest > 0 for store in stores)
+
+
+def _packing_layers(cache: Cache) -> list[PackedLayer]:
+    """Layers of a kvbits cache whose scheme packs; none of a peer."""
+    layers = cache.packed_layers if isinstance(cache, KVCache) else []
+    return [layer for layer in layers if layer.core.scheme.packs]
+
+
+def few_packed(packed: Packed) -> list[str]:
+    """A warning where most of what was read was never packed."""
+    share = packed.share
+    if share is None or share >= FEW_PACKED:
+        return []
+    return [
+        f"only {100 * share:.0f} % of the keys that queries attended to were packed, the others exact: a greater "
+        "length, or a smaller residual, shows more of the scheme"
+    ]
+
+
+def slow_kernels(model: PreTrainedModel, cache: Cache) -> list[str]:
+    """A warning for each way in which layers computed attention without a fast kernel, and why.
+
+    The reasons are those of the last forward, if its traces were asked for them.
+    """
+    found: dict[str, list[str]] = {}
+    for layer in _packing_layers(cache):
+        if layer.trace.outcome in SLOW:
+            text = f"{layer.trace.outcome}: {reason(model, layer.trace.outcome, layer.trace.kernels)}"
+            found.setdefault(text, []).append(layer.name)
+    return [
+        f"{len(layers)} layers ran on no fast kernel, {text}; seconds are those of this"
+        for text, layers in found.items()
+    ]
+
+
+def ask_for_reasons(cache: Cache) -> None:
+    """Let the next forward note what each kernel says of it."""
+    for layer in _packing_layers(cache):
+        layer.trace.asked = True
