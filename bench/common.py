@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbits.measure.bench import Bench
-from kvbits.measure.prompts import prose as prose  # for the other scripts
 from kvbits.measure.setting import setting
+from kvbits.measure.text import prose as prose  # for the other scripts
 
 RESULTS = Path(__file__).parent / "results"
 

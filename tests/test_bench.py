@@ -32,10 +32,11 @@ from kvbits.measure.flush import packed_tokens, tokens_between, tokens_to_flush
 from kvbits.measure.lane import Lane, Reading
 from kvbits.measure.memory import Peak
 from kvbits.measure.peak import Errand
-from kvbits.measure.prompts import Prompts, prose
+from kvbits.measure.prompts import Prompts
 from kvbits.measure.results import Results
 from kvbits.measure.room import Shapes, room
 from kvbits.measure.speed import WARM_TURNS, measure, turned
+from kvbits.measure.text import prose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

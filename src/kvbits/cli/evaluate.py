@@ -56,6 +56,13 @@ def evaluate(
     length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 1024,
     placement: Annotated[str, typer.Option(help="Windows: spread over the text, or from its start.")] = "spread",
     one_shot: Annotated[bool, typer.Option(help="Show the flattering regime too: a window in one forward.")] = False,
+    tasks: Annotated[str | None, typer.Option(help="Score these tasks instead, as 'kvbits tasks' does.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with local files for the tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many samples of each task.")] = None,
+    hidden: Annotated[
+        str | None,
+        typer.Option("--retrieval", help="Hide facts in the text and ask for them, as 'kvbits retrieval' does."),
+    ] = None,
     dtype: DType = "auto",
     device: Device = "cpu",
     calibration: Calibrated = None,
@@ -69,6 +76,11 @@ def evaluate(
     hf:hqq8, hf:hqq4, hf:hqq2, hf:fp8. hf:dynamic, the exact one, is always there: all are compared with it, and its
     own row is the noise floor.
     """
+    if tasks is not None or hidden is not None:
+        _elsewhere(model, schemes, tasks, data, limit, hidden, text, chunk, dtype, device, calibration, json_file)
+        return
+    if data is not None or limit is not None:
+        fail("--data and --limit are for --tasks")
     check_model(model, dtype, device)
     names = _names(schemes, calibration is not None, length, chunk)
     if calibration is not None:
@@ -98,6 +110,25 @@ def evaluate(
     _print(results, names, one_shot)
     if json_file is not None:
         out.print(f"written to {json_file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _elsewhere(
+    model: str, schemes: str | None, tasks: str | None, data: Path | None, limit: int | None, hidden: str | None,
+    text: Path | None, chunk: int, dtype: str, device: str, calibration: Path | None, json_file: Path | None,
+) -> None:  # fmt: skip
+    """Tasks and retrieval, which have commands with more options of their own."""
+    from kvbits.cli.retrieval import retrieval
+    from kvbits.cli.tasks import tasks as score
+
+    if tasks is not None and hidden is not None:
+        fail("give --tasks or --retrieval, not both: their results are of two kinds")
+    common = {"chunk": chunk, "dtype": dtype, "device": device, "calibration": calibration, "json_file": json_file}
+    if schemes is not None:
+        common["schemes"] = schemes
+    if tasks is not None:
+        score(model, tasks, data=data, limit=limit, **common)
+    else:
+        retrieval(model, tasks=hidden or "", haystack=text, **common)
 
 
 def _names(schemes: str | None, calibrated: bool, length: int, chunk: int) -> list[str]:

@@ -26,11 +26,12 @@ from kvbits.measure.caches import EXACT
 from kvbits.measure.lane import Reading
 from kvbits.measure.memory import Peak
 from kvbits.measure.peak import Errand, peak_here, peak_of
-from kvbits.measure.prompts import Prompts, prose
+from kvbits.measure.prompts import Prompts
 from kvbits.measure.results import Results
 from kvbits.measure.room import Shapes, refuse_unless_it_fits, room
 from kvbits.measure.setting import setting, shortened
 from kvbits.measure.speed import QUANTO4, WARM_TURNS, measure, reason, work_tokens
+from kvbits.measure.text import prose
 
 KEYS = ("scheme", "weights", "dtype", "batch", "context")
 """What tells rows apart."""
@@ -68,7 +69,7 @@ class Bench:
         prefills: how often each cache reads the prompt.
         chunk: tokens of a prompt that are read at once; None is all of them.
         calibration: a folder that ``kvbits calibrate`` wrote.
-        text: what is read; None is :func:`kvbits.measure.prompts.prose`.
+        text: what is read; None is :func:`kvbits.measure.text.prose`.
         text_name: what the results call it.
         allow_long: measure also beyond the positions that the model was made for.
         peak: whether to measure peak memory too: on a CPU in one more process for each row, which loads the model.

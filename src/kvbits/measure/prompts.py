@@ -30,10 +30,3 @@ class Prompts:
     def repeats(self, batch: int, length: int) -> bool:
         """Whether rows of ``length`` tokens share parts of the text, or hold some of it twice."""
         return batch * length > len(self.tokens)
-
-
-def prose(characters: int | None = None) -> str:
-    """Real English that every Python has: its own help topics, about 100,000 tokens."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics) if len(topics[name]) > 2000)[:characters]
