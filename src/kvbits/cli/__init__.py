@@ -9,7 +9,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import calibrate, generate, schemes
+    from kvbits.cli import calibrate, generate, plan, schemes
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -42,6 +42,7 @@ COMMANDS = (
     generate.generate,
     schemes.schemes,
     schemes.explain,
+    plan.plan,
     calibrate.calibrate,
     version,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,18 @@ def read_text(prompt: str | None, file: Path | None) -> str:
         return sys.stdin.read() if str(file) == "-" else str(attempt(file.read_text, encoding="utf-8"))
     except UnicodeDecodeError as error:
         fail(f"{file} is not text in UTF-8: {error.reason} at byte {error.start}")
+
+
+def tokens_of(text: str) -> int:
+    """A number of tokens such as ``512``, ``2k`` or ``1m``: k is 1,024, and m is 1,024 k.
+
+    Raises:
+        ValueError: for anything else, and for 0.
+    """
+    match = re.fullmatch(r"0*([1-9]\d*)([km]?)", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text.strip()!r} is not a number of tokens; give one such as 512, 2k (2,048) or 1m")
+    return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2]]
 
 
 def topics() -> str:
