@@ -119,7 +119,7 @@ def test_readme_hub_snippet_is_python() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["calibration", "journey", "schemes"])
+@pytest.mark.parametrize("name", ["calibration", "journey", "plan", "schemes"])
 def test_snippets_run(name: str) -> None:
     page = ROOT / "docs" / f"{name}.md"
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_snippets_run(name: str) -> None:
 
 def test_every_runnable_snippet_has_a_test() -> None:
     names = {page.name for page in PAGES if python(page)}
-    assert names == {"README.md", "calibration.md", "journey.md", "schemes.md", "add-a-method.md"}
+    assert names == {"README.md", "calibration.md", "journey.md", "plan.md", "schemes.md", "add-a-method.md"}
 
 
 class Example:

@@ -45,7 +45,9 @@ def plan(
     chunk: Annotated[str | None, typer.Option(help="Tokens of the prompt read at a time; default: all of it.")] = None,
     source: Annotated[str | None, typer.Option(help="Tokens of an encoder's text; default: as many.")] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
-    schemes: Annotated[str, typer.Option(help="A list such as exact,kivi4,residual=64,nuq3-1%.")] = _SCHEMES,
+    schemes: Annotated[
+        str | None, typer.Option(help=f"A list such as exact,kivi4,residual=64,nuq3-1%; default: {_SCHEMES}.")
+    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="A GPU, for its memory: a100-80gb, h100, rtx-4090, m4-max-64gb, ...; or cpu.")
     ] = None,
@@ -88,7 +90,8 @@ def plan(
         from kvbits.plan.quality import load
 
         quality = attempt(load, results)
-    found: Plan = attempt(lambda: make(setting, split_schemes(schemes), quality))
+    wanted = ("exact" if setting.shape.refusal else _SCHEMES) if schemes is None else schemes
+    found: Plan = attempt(lambda: make(setting, split_schemes(wanted), quality))
     if picture is not None:
         from kvbits.plan.picture import draw
 
@@ -114,7 +117,7 @@ def _setting(
     chunk: str | None,
     source: str | None,
     batch: int,
-    schemes: str,
+    schemes: str | None,
     gpu: str | None,
     memory: str | None,
     reserve: str | None,
@@ -129,7 +132,8 @@ def _setting(
     from kvbits.plan.paper import Named
     from kvbits.plan.plan import Setting
 
-    turned = any(Named.parse(name).scheme.pre_rope for name in split_schemes(schemes))  # unknown ones are refused first
+    # Unknown schemes are refused before a model is looked at.
+    turned = any(Named.parse(name).scheme.pre_rope for name in split_schemes(schemes or _SCHEMES))
     if gpu is not None and memory is not None:
         raise ValueError("give --gpu or --memory, not both")
     limit = bytes_of(memory) if memory is not None else None if gpu is None else gpu_bytes(gpu)
@@ -196,7 +200,7 @@ def _print(found: Plan) -> None:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, justify="left" if column == "scheme" else "right")
+        table.add_column(column, justify="left" if column == "scheme" else "right", overflow="fold")
     return table
 
 

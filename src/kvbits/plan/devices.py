@@ -38,7 +38,7 @@ _AMBIGUOUS = {"a100": ("a100-40gb", "a100-80gb"), "v100": ("v100-16gb", "v100-32
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": MIB, "gib": 2**30, "tib": 2**40,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-MOST_BYTES = 2**60
+MOST_BYTES = 2**53
 
 
 def gpu_bytes(name: str) -> int:

@@ -266,18 +266,19 @@ def learned_bytes(scheme: Scheme, attention: Attention, calibrated: bool, packs:
     known = 0
     for codec, channels in ((key, attention.key_channels), (value, attention.value_channels)):
         if (calibrated and codec.needs_calibration) or (packs and codec.learns):
-            shared, each = params_bytes(codec, channels)
-            known += shared + heads * each
+            shared, each = params_bytes(codec)
+            known += shared + each * heads * channels
     vectors = int(scheme.centred and (calibrated or packs))
     vectors += int(scheme.centred and packs and key.rotates and not key.learns)
     return known + vectors * heads * attention.key_channels * _FLOAT_BYTES
 
 
 @functools.cache
-def params_bytes(codec: Codec, channels: int) -> tuple[int, int]:
-    """Bytes of what a codec learns of one side of a layer: for all heads together, and for each of them."""
+def params_bytes(codec: Codec) -> tuple[int, int]:
+    """Bytes of what a codec learns of one side of a layer: for all of it, and for each channel of each head."""
     if not (codec.learns or codec.needs_calibration):
         return 0, 0
-    samples = torch.randn(1, 2, 64, channels, generator=torch.Generator().manual_seed(0))
+    channels = 16
+    samples = torch.randn(1, 2, 128, channels, generator=torch.Generator().manual_seed(0))
     one, two = (sum(x.nbytes for x in codec.fit(samples[:, :heads]).values()) for heads in (1, 2))
-    return 2 * one - two, two - one
+    return 2 * one - two, (two - one) // channels

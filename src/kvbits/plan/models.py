@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -40,6 +41,9 @@ _TOKENS = 5
 """Of a probe, and of an encoder's text; one more of either shows what grows with it."""
 
 _KINDS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+
+_STOPS = (RuntimeError, NotImplementedError, TypeError, ValueError)
+"""What models raise that look for values where there are none."""
 
 _TWIN_SIZES = {
     "vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64,
@@ -83,10 +87,14 @@ def _config_of_hub(name: str) -> PreTrainedConfig:
     except Exception as error:  # a missing file, no network, a gated repository, a config that no class reads
         near = difflib.get_close_matches(name.lower().rpartition("/")[2], PRESETS, 3, 0.5)
         hint = f"near: {', '.join(near)}" if near else f"known without the hub: {', '.join(PRESETS)}"
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = str(error).strip().splitlines()[0].rstrip(".")  # the rest is what to do with a network
         raise ValueError(
             f"there is no file, folder or preset {name!r}, and the hub gave no config ({reason}); {hint}"
         ) from None
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -109,7 +117,7 @@ def config_of_dict(data: dict[str, Any], where: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(data)
     except Exception as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{where}: {_in_a_line(error)}") from None
     return config
 
 
@@ -118,29 +126,20 @@ def shape_of_config(
 ) -> Shape:
     """The shape of the model that ``config`` makes; see this module. Raises ValueError as :func:`shape_of_model`."""
     text = config.get_text_config(decoder=True)
-    count = getattr(text, "num_hidden_layers", None) or 0
-    if count > MOST_LAYERS:
-        raise ValueError(f"{source}: {count:,} layers are no model's; at most {MOST_LAYERS:,} are planned")
+    count = _field(text, "num_hidden_layers") or 0
+    if not 1 <= count <= MOST_LAYERS:
+        raise ValueError(f"{source}: {count:,} layers are no model's; 1 to {MOST_LAYERS:,} are planned")
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     before = verbosity.get_verbosity()
     verbosity.set_verbosity(logging.ERROR)
     try:
-        model = build(config, dtype, torch.device("meta"))
-        refusal, notes = None, []
+        model, layers, notes = _observed(config, dtype)
+        refusal = None
         try:
             refuse_unless_served(model)
         except ValueError as error:
             refusal = str(error)
-        try:
-            layers = _layers(model, dtype)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            layers = _named_layers(text, dtype)
-            reason = str(error).strip().splitlines()[0]
-            notes.append(
-                f"{type(model).__name__} does not run without weights ({reason}): its heads and channels are those "
-                "that its config names, and states beside them are not counted"
-            )
     finally:
         verbosity.set_verbosity(before)
     bits = _bits(getattr(config, "quantization_config", None))
@@ -150,8 +149,29 @@ def shape_of_config(
     )  # fmt: skip
 
 
-def build(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model of a config, on a device, with random weights or on the meta device none.
+def _observed(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[Layer], list[str]]:
+    """The model without weights, its layers, and a note where these could not be seen at work."""
+    with torch.device("meta"):
+        model = build(config, dtype)
+    reasons: list[Exception] = []
+    try:
+        return model, _layers(model), []
+    except _STOPS as error:
+        reasons.append(error)
+    try:  # early releases ask for the type of the device, and "meta" is none that they know
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return model, _layers(build(config, dtype)), []
+    except _STOPS as error:
+        reasons.append(error)
+    note = (
+        f"{type(model).__name__} does not run without weights ({_in_a_line(reasons[0])}): its heads and channels are "
+        "those that its config names, and states beside them are not counted"
+    )
+    return model, _named_layers(config.get_text_config(decoder=True), dtype), [note]
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config, with random weights, or with none where torch makes tensors without memory.
 
     Raises:
         ValueError: if it generates no text.
@@ -168,15 +188,15 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) ->
     if isinstance(made, tuple):
         made = made[0]
     try:
-        with device:
-            # Others than eager attention look whether masks hide anything; what it is does not change the shapes.
-            model: PreTrainedModel = made._from_config(config, dtype=dtype, attn_implementation="eager").eval()
+        # Others than eager attention look whether masks hide anything; what it is does not change the shapes.
+        model: PreTrainedModel = made._from_config(config, dtype=dtype, attn_implementation="eager").eval()
+        model.tie_weights()  # early releases do so later
     except Exception as error:
-        raise ValueError(f"no model can be built from this config: {error}") from None
+        raise ValueError(f"no model can be built from this config: {_in_a_line(error)}") from None
     return model
 
 
-def _layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Layer]:
+def _layers(model: PreTrainedModel) -> list[Layer]:
     """What each layer of the model's own cache holds, from short forwards."""
     # Some models look for padding, and what they see has no values here.
     for module in model.modules():
@@ -307,7 +327,7 @@ def unrotatable(config: PreTrainedConfig) -> str | None:
     """
     for layers in (True, False):
         try:
-            found = rotaries(build(_twin(config, few_layers=layers), torch.float32, torch.device("cpu")))
+            found = rotaries(build(_twin(config, few_layers=layers), torch.float32))
         except Exception:  # whatever the model's code makes of sizes that are not its own
             continue
         errors = [layer for layer in found.layers if isinstance(layer, Unrotatable)]

@@ -335,8 +335,8 @@ def _need(
     held = memory.of_layers(shape.layers, own, history, batch, calibrated, source)
     extra = 0
     if shape.widths is not None:
-        piece = max(tokens for tokens, _ in history.runs)
-        extra = peak.activation_bytes(shape, piece, batch, setting.logits)
+        piece, packs = max(tokens for tokens, _ in history.runs), any(one is not None and one.packs for one in own)
+        extra = peak.activation_bytes(shape, piece, history.tokens, batch, packs, setting.logits)
         pairs = set(zip(shape.layers, own, strict=True))
         each = (memory.of_layer(*pair, history, batch, calibrated, source).count.total for pair in pairs)
         extra += max(each, default=0)

@@ -84,13 +84,19 @@ function cacheOf(model, parts, tokens, batch, source) {
 function peakOf(model, tokens, batch, largest) {
   const widths = model.widths;
   if (widths === null) return 0;
-  let channels = 0;
+  let channels = 0, dim = 0, windows = false;
   for (const run of model.runs) {
     const a = run.layer.attention;
-    if (a !== null) channels = Math.max(channels, a.heads * (a.key + a.value));
+    if (a === null) continue;
+    channels = Math.max(channels, a.heads * (a.key + a.value));
+    dim = Math.max(dim, a.key);
+    windows = windows || a.window !== null;
   }
-  const layer = 4 * widths.hidden + Math.max(3 * widths.intermediate, 2 * (widths.query + channels));
-  return batch * tokens * layer * model.itemsize + batch * widths.vocabulary * (model.itemsize + 4) + largest;
+  const size = model.itemsize, mask = windows ? tokens * tokens : 0;
+  const mlp = 4 * tokens * widths.intermediate * size + mask;
+  const attention = 2 * tokens * (widths.query + channels) * size + mask + mask * size;
+  const head = widths.vocabulary * (size + 4);
+  return batch * (tokens * (4 * widths.hidden + 2 * dim) * size + Math.max(mlp, attention) + head) + largest;
 }
 
 function weightsOf(model, how) {
