@@ -22,6 +22,7 @@ FLOORS = {
     "kvbits._native": 0,
     "kvbits.numerics": 0,
     "kvbits.memory": 0,
+    "kvbits.growth": 0,
     "kvbits.codecs": 1,
     # Within floor 2, in this order.
     "kvbits.rows": 2.0,
@@ -46,6 +47,7 @@ FLOORS = {
     "kvbits.prefixes": 6.15,
     "kvbits.measure": 6.2,
     "kvbits.serve": 6.3,
+    "kvbits.plan": 6,
     "kvbits.cli": 7,
 }
 STANDARD = set(sys.stdlib_module_names)
@@ -63,6 +65,7 @@ OUTSIDE = {
     # Each optional package only inside functions.
     "kvbits.measure": {"torch", "transformers", "yaml", "matplotlib", "pyarrow", "torchao", "bitsandbytes"},
     "kvbits.serve": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "openai", "prometheus_client"},
+    "kvbits.plan": {"torch", "transformers", "gguf", "matplotlib"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }
 EXTRAS = {

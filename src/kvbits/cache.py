@@ -20,6 +20,7 @@ import torch
 from kvbits.attend import KVView, Transform
 from kvbits.attend.view import STORED_ORDER
 from kvbits.encode import Unsound, encode
+from kvbits.growth import Limits
 from kvbits.late import Late, choose, not_late
 from kvbits.numerics import hadamard
 from kvbits.numerics.cast import narrow
@@ -114,6 +115,7 @@ class LayerCache:
         self.scheme, self.window, self.name, self.learned = scheme, window, name, learned
         self.rotary = rotary if scheme.pre_rope or scheme.centred else None
         self.sinks, self.late_sinks = (scheme.sinks, scheme.late_sinks) if window is None else (0, 0)
+        self.limits = Limits(self.sinks, self.late_sinks, scheme.residual, scheme.block)
         self.reset()
 
     def reset(self) -> None:
@@ -164,7 +166,7 @@ class LayerCache:
         old = self.rows.counts or (0,) * batch
         total = [held + new - before for held, new, before in zip(self.held, rows.counts, old, strict=True)]
         offset = 0 if self.window is None else max(0, self.columns - self.window + 1)
-        if self._packable(max(total, default=0)) == 0:
+        if self.limits.packable(max(total, default=0)) == 0:
             self._reserve(max(total, default=0))
             assert self.keys is not None and self.values is not None
             for buffer, new in ((self.keys, keys), (self.values, values)):
@@ -197,7 +199,7 @@ class LayerCache:
         total = held + added
         if total > kept.shape[2] or values.shape[2] != added or not (_alike(keys, kept) and _alike(values, other)):
             return False
-        if self._packable(total) or rows.columns != self.columns + added:
+        if self.limits.packable(total) or rows.columns != self.columns + added:
             return False
         kept.narrow(2, held, added).copy_(keys)
         other.narrow(2, held, added).copy_(values)
@@ -209,12 +211,6 @@ class LayerCache:
         assert self.keys is not None and self.values is not None
         held = self.held[0]
         return self.keys.narrow(2, 0, held), self.values.narrow(2, 0, held)
-
-    def _packable(self, tokens: int) -> int:
-        """Blocks to pack when a row holds ``tokens`` exact ones."""
-        if self.scheme.residual is None:
-            return 0
-        return max(0, (tokens - self.sinks - self.late_sinks - self.scheme.residual) // self.scheme.block)
 
     def _append_and_pack(
         self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, total: list[int], offset: int
@@ -232,7 +228,7 @@ class LayerCache:
                 space[:, :, : max(self.held)] = buffer[:, :, : max(self.held)]
                 _place(space, new, self.held, total, rows)
                 work.append(space)
-        blocks = [self._packable(tokens) for tokens in total]
+        blocks = [self.limits.packable(tokens) for tokens in total]
         late, order = self._find_late(work[0], total, blocks)
         # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
         ranges = [(None, blocks[0])] if even else list(enumerate(blocks))
@@ -306,7 +302,7 @@ class LayerCache:
             params["mean"] = self.key_params["mean"]
         if side == 0 and self.scheme.centred and "mean" not in params:
             before_rope = replace(self._transforms({}, rows, most)[0], rotation=None, whole=True)
-            params["mean"] = self._first_packed(work, ranges, before_rope).mean(dim=(0, 2))
+            params["mean"] = self._first_packed(work, ranges, before_rope).float().mean(dim=(0, 2))
         if side == 0 and self.scheme.centred and codec.rotates and not codec.learns:
             rest = replace(self._transforms(params, rows, most)[0], rotation=None)
             params["balance"] = _balance(self._first_packed(work, ranges, rest))
@@ -704,22 +700,15 @@ class LayerCache:
 
     def _buffer(self, like: torch.Tensor, tokens: int) -> torch.Tensor:
         """A zeroed exact buffer with room for ``tokens``, and for all that a scheme keeps exact before it packs."""
-        return _zeros(like, max(tokens, self._most_exact()))
-
-    def _most_exact(self) -> int:
-        """Tokens that a row holds exact just before it packs; 0 where nothing is ever packed."""
-        scheme = self.scheme
-        return 0 if scheme.residual is None else self.sinks + self.late_sinks + scheme.residual + scheme.block - 1
+        return _zeros(like, self.limits.room_after_packing(tokens))
 
     def _reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` exact ones. A prompt is cut to fit, what grows step by step gets an eighth more."""
+        """Make room for ``tokens`` exact ones."""
         assert self.keys is not None and self.values is not None
-        if tokens <= self.keys.shape[2]:
-            return
         held = max(self.held, default=0)
-        room = tokens if held == 0 else tokens + tokens // 8 + 8
-        if self.scheme.residual is not None:
-            room = min(room, self._most_exact())
+        room = self.limits.room(self.keys.shape[2], held, tokens)
+        if room == self.keys.shape[2]:
+            return
         grown = []
         for buffer in (self.keys, self.values):
             wider = _zeros(buffer, room)
@@ -730,8 +719,8 @@ class LayerCache:
     def _shrink(self, tokens: int) -> None:
         """Give back room that a crop left unused, where it is more than growth keeps in hand."""
         assert self.keys is not None and self.values is not None
-        if self.keys.shape[2] > max(self._most_exact(), tokens + tokens // 4 + 64):
-            room = max(self._most_exact(), tokens + tokens // 8 + 8)
+        if self.keys.shape[2] > max(self.limits.most, tokens + tokens // 4 + 64):
+            room = max(self.limits.most, tokens + tokens // 8 + 8)
             self.keys, self.values = self.keys[:, :, :room].clone(), self.values[:, :, :room].clone()
 
 

@@ -186,6 +186,20 @@ class Scheme:
                     return scheme
         return Scheme(Exact(), Exact(), residual=None, sinks=self.sinks, block=self.block)
 
+    def for_attention(self, index: int, count: int, window_tokens: int | None, sliding: bool) -> Scheme | None:
+        """The scheme of an attention layer, or None where it keeps the model's own type, exact.
+
+        Args:
+            index, count: as for :meth:`for_layer`, which also says what is raised.
+            window_tokens: how far it sees back; None is without a limit.
+            sliding: whether layers with a window are packed, too, where that saves memory.
+        """
+        own = self.for_layer(index, count)
+        if window_tokens is None:
+            return own
+        own = own.for_window(window_tokens)
+        return own if sliding and own.packs else None
+
     def _window_bits(self, window_tokens: int) -> float:
         """Most bits that a channel of K and one of V need together under a window: see ``LayerCache._slide``."""
         assert self.residual is not None

@@ -25,11 +25,10 @@ import torch
 
 from kvbits import memory
 from kvbits.codecs import Codec
+from kvbits.growth import pool_blocks, table_columns
 from kvbits.types import Packed, Part, Role
 
 ALIGNMENT_BYTES = 64
-_GROWTH = 8
-"""A full pool grows by one part in this many: at most an eighth is slack, and a byte is copied about 8 times."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,12 @@ class Record:
     def role_bytes(self, role: Role) -> int:
         """Bytes of all parts with ``role``, K and V together."""
         return sum(slot.part.nbytes for slot in self.keys + self.values if slot.part.role == role)
+
+    def count(self, written: int, total: int) -> dict[str, int]:
+        """By part, what ``total`` bytes of a pool and its table hold of ``written`` records; the rest is ``slack``."""
+        roles: Sequence[Role] = ("codes", "scales", "zeros", "outliers")
+        parts: dict[str, int] = {role: written * self.role_bytes(role) for role in roles}
+        return {**parts, "slack": total - sum(parts.values())}
 
 
 def _align(nbytes: int) -> int:
@@ -338,7 +343,7 @@ class BlockStore:
     def reserve(self, added: int, columns: int) -> None:
         """Make room for ``added`` more blocks in the pool and ``columns`` columns in the table, all at once."""
         if columns > self.table.shape[1]:
-            wider = self.table.new_zeros(self.table.shape[0], columns + columns // _GROWTH)
+            wider = self.table.new_zeros(self.table.shape[0], table_columns(self.table.shape[1], columns))
             wider[:, : self.table.shape[1]] = self.table
             self.table = wider
         if self.used + added <= self.pool.shape[0]:
@@ -346,10 +351,8 @@ class BlockStore:
         alive = self._alive()
         if len(alive) < self.used:  # beams, crops and windows left blocks that no row refers to
             self._compact(alive)
-        need = self.used + added
-        if need > self.pool.shape[0]:
-            # A first fill (a prompt) is cut to fit; what grows step by step keeps an eighth in hand.
-            capacity = need if self.used == 0 else need + self.used // _GROWTH
+        capacity = pool_blocks(self.pool.shape[0], self.used, added)
+        if capacity > self.pool.shape[0]:
             pool = memory.allocate((capacity, *self.pool.shape[1:]), self.pool.device)
             pool[: self.used] = self.pool[: self.used]
             self.pool = pool
@@ -419,6 +422,4 @@ class BlockStore:
         elif len(self.shared.stores) > 1:
             blocks = len(self.table[self._held()].unique())
             pool_bytes = blocks * self.heads * self.record.nbytes
-        roles: Sequence[Role] = ("codes", "scales", "zeros", "outliers")
-        parts: dict[str, int] = {role: blocks * self.heads * self.record.role_bytes(role) for role in roles}
-        return {**parts, "slack": pool_bytes + self.table.nbytes - sum(parts.values())}
+        return self.record.count(blocks * self.heads, pool_bytes + self.table.nbytes)

@@ -9,7 +9,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import bench, calibrate, evaluate, generate, inspect, report, retrieval, schemes, serve, tasks
+    from kvbits.cli import bench, calibrate, evaluate, generate, inspect, plan, report, retrieval, schemes, serve, tasks
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -47,6 +47,7 @@ COMMANDS = {
     "tasks": tasks.tasks,
     "bench": bench.bench,
     "report": report.report,
+    "plan": plan.plan,
     "calibrate": calibrate.calibrate,
     "inspect": inspect.inspect,
     "serve": serve.serve,

@@ -34,6 +34,9 @@ from kvbits.scheme import Scheme
 from kvbits.types import Params
 
 _ATTRIBUTE = "_kvbits_attachment"
+_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers of Transformers' own cache that kvbits can stand in for."""
+
 _CACHE_NAMES = ("cache", "past_key_values")  # the second is the name before Transformers 5.24
 
 
@@ -93,18 +96,11 @@ def make_cache(
     if model.device.type == "cpu":
         native.warn_if_missing()
     turning = rotaries(model) if scheme.pre_rope or scheme.centred else None
-    layers, columns = list(_stock_layers(model)), Columns(turning, strict=scheme.pre_rope)
-    # Keys and values of a picture (Mllama) are no columns of the text: these layers stay the model's own.
-    crossing = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-    for index, stock in enumerate(layers):
-        own = scheme.for_layer(index, len(layers))
-        window = getattr(stock, "sliding_window", None) if sliding else None
-        if index in crossing:
-            continue
-        if window is not None:
-            own = own.for_window(window)
-        slides = type(stock) is DynamicSlidingWindowLayer and window is not None and own.packs
-        if type(stock) is DynamicLayer or slides:
+    layers, columns = _stock_layers(model), Columns(turning, strict=scheme.pre_rope)
+    for index, (stock, able) in enumerate(zip(layers, storable(model.config, layers), strict=True)):
+        window = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
+        own = scheme.for_attention(index, len(layers), window, sliding)
+        if own is not None and able:
             name = f"layer {index}"
             known = ({}, {}) if learned is None else learned(index, own)
             rotary = None if turning is None else _rotary_of(turning, index, own)
@@ -155,6 +151,15 @@ def _stock_layers(model: PreTrainedModel) -> list[Any]:
     return DynamicCache(config=model.config.get_text_config(decoder=True)).layers
 
 
+def storable(config: Any, layers: list[Any]) -> list[bool]:
+    """Which layers of a model's own cache kvbits can stand in for.
+
+    Keys and values of a picture (Mllama) are no columns of the text: those layers stay the model's own.
+    """
+    crossing = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+    return [type(layer) in _ATTENTION and index not in crossing for index, layer in enumerate(layers)]
+
+
 def refuse_unless_served(model: Any) -> None:
     """Raise where a model cannot be served, saying why."""
     if not isinstance(model, PreTrainedModel):
@@ -174,7 +179,7 @@ def refuse_unless_served(model: Any) -> None:
     if not any(cache in inspect.signature(model.forward).parameters for cache in _CACHE_NAMES):
         raise ValueError(f"{name} takes no cache of keys and values")
     layers = _stock_layers(model)
-    if not any(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+    if not any(type(layer) in _ATTENTION for layer in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ValueError(
             f"{name} has no attention layer whose keys and values kvbits could store; its cache is made of {kinds}"

@@ -612,7 +612,8 @@ def storage_bytes(layer: Any) -> int:
         if isinstance(thing, torch.Tensor) and is_traceable_wrapper_subclass(thing):
             waiting.extend(getattr(thing, name) for name in thing.__tensor_flatten__()[0])
         elif isinstance(thing, torch.Tensor):
-            seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            # By the storage itself: on the meta device every address is 0.
+            seen[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
         elif isinstance(thing, dict):
             waiting.extend(thing.values())
         elif isinstance(thing, (list, tuple)):

@@ -42,6 +42,10 @@ class Unrotatable(ValueError):
     """The keys of a layer are rotated, but not in a way that kvbits can undo."""
 
 
+class Unreadable(Unrotatable):
+    """The model cannot be asked."""
+
+
 @dataclass(frozen=True)
 class _Source:
     """Frequencies that a model holds: ``[R/2]`` in radians, and the buffer that they are in."""
@@ -236,7 +240,7 @@ def _find(model: PreTrainedModel) -> Rotaries:
         except Exception as error:
             count = model.config.get_text_config(decoder=True).num_hidden_layers
             reason = f"{name} cannot read one token of text by itself, so how it rotates its keys is not known: {error}"
-            return Rotaries([Unrotatable(reason)] * count, {})
+            return Rotaries([Unreadable(reason)] * count, {})
         sources = list(_sources(model))  # as they are now, after a short text
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     for layer in range(count):
@@ -263,7 +267,7 @@ def _own_first(sources: list[_Source], kind: str) -> list[_Source]:
 # -- what the model does with one token --------------------------------------------------------------------------------
 
 
-class _Recorder(DynamicCache):
+class Recorder(DynamicCache):
     """The model's own cache, which also keeps what each layer hands over first: ``[B, H, T, D]``."""
 
     def __init__(self, config: Any) -> None:
@@ -286,7 +290,7 @@ def _probe(model: PreTrainedModel, restore: Callable[[], None]) -> tuple[dict[in
         calls = [(tokens.expand(-1, _POSITIONS[-1] + 1), {})]
     for ids, options in calls:
         restore()
-        recorders.append(_Recorder(model.config.get_text_config(decoder=True)))
+        recorders.append(Recorder(model.config.get_text_config(decoder=True)))
         model(input_ids=ids, use_cache=True, **options, **{argument: recorders[-1]})
     seen = {}
     for layer, (first, _) in recorders[0].seen.items():
