@@ -119,7 +119,9 @@ def test_readme_hub_snippet_is_python() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["calibration", "journey", "plan", "schemes", pytest.param("save", marks=pytest.mark.model)])
+@pytest.mark.parametrize(
+    "name", ["calibration", "journey", "plan", "schemes", pytest.param("save", marks=pytest.mark.model)]
+)
 def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / f"{name}.md"
