@@ -223,8 +223,8 @@ def test_the_table_fits_its_terminal(
     output = capsys.readouterr().out
     assert all(len(line) <= width for line in output.splitlines()) and "…" not in output
     assert shown in output and hidden not in output
-    for cell in ("4e-09", "0.00609", "23.24 ± 1.12", "97.2 %", "11.47", "16.9", "failed", "int4 one-shot", "(1) mind the gap",
-                 "(2) says nothing", "(3) ImportError: no hqq"):  # fmt: skip
+    for cell in ("4e-09", "0.00609", "23.24 ± 1.12", "97.2 %", "11.47", "16.9", "failed", "int4 one-shot",
+                 "(1) mind the gap", "(2) says nothing", "(3) ImportError: no hqq"):  # fmt: skip
         assert cell in " ".join(output.split()), cell
     evaluate._print(Results("quality", setting, rows()), names[:1], False)
     assert "one-shot" not in capsys.readouterr().out  # of a file that has more, what was asked for

@@ -120,7 +120,7 @@ def test_readme_hub_snippet_is_python() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["calibration", "journey", "plan", "schemes", pytest.param("save", marks=pytest.mark.model)]
+    "name", ["calibration", "journey", "measure", "plan", "schemes", pytest.param("save", marks=pytest.mark.model)]
 )
 def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -135,7 +135,7 @@ def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_every_runnable_snippet_has_a_test() -> None:
     names = {page.name for page in PAGES if python(page)}
     assert names == {
-        "README.md", "calibration.md", "journey.md", "plan.md", "save.md", "schemes.md", "add-a-method.md",
+        "README.md", "calibration.md", "journey.md", "measure.md", "plan.md", "save.md", "schemes.md", "add-a-method.md",
     }  # fmt: skip
 
 

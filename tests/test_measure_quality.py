@@ -230,6 +230,18 @@ def test_a_system_that_cannot_reset_its_peak_says_so(llama: PreTrainedModel, mon
     assert row["peak_bytes"] is None and row["missing"] == {"peak_bytes": memory.UNKNOWN}
 
 
+def test_on_cuda_the_peak_is_what_torch_has_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for the device: the peak is reset first, and read after all that was given to do is done."""
+    calls: list[str] = []
+    fakes = {"synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None, "max_memory_allocated": 12345}
+    for name, result in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, n=name, r=result: (calls.append(n), r)[1])
+    with memory.peak_memory(torch.device("cuda")) as peak:
+        calls.append("run")
+    assert peak.nbytes == 12345 and peak.what == memory.ON_CUDA
+    assert calls == ["synchronize", "empty_cache", "reset_peak_memory_stats", "run", "max_memory_allocated"]
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_the_exact_logits_come_back_as_they_were(dtype: torch.dtype) -> None:
     logits = torch.randn(2, 10, 7, dtype=torch.float32).to(dtype)

@@ -44,6 +44,7 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         peak = Peak(ON_CUDA)
         yield peak

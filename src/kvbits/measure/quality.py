@@ -327,6 +327,8 @@ class _Run:
             start = _now(model.device)
             logits = model(input_ids=given, use_cache=True, **{cache_name(model): cache}).logits[0]
             self.seconds += _now(model.device) - start
+            if len(logits) != given.shape[1]:
+                raise ValueError(f"{type(model).__name__} gave logits for {len(logits)} of {given.shape[1]} tokens")
             self.kernels |= outcomes(cache)
             yield first, logits
         self.kv_bytes = max(self.kv_bytes, nbytes(cache))
