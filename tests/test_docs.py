@@ -119,9 +119,10 @@ def test_readme_hub_snippet_is_python() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["calibration", "journey", "measure", "plan", "schemes", pytest.param("save", marks=pytest.mark.model)]
-)
+SAVED = [pytest.param(name, marks=pytest.mark.model) for name in ("chat", "save")]
+
+
+@pytest.mark.parametrize("name", ["calibration", "journey", "measure", "plan", "schemes", *SAVED])
 def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / f"{name}.md"
@@ -134,9 +135,8 @@ def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_every_runnable_snippet_has_a_test() -> None:
     names = {page.name for page in PAGES if python(page)}
-    assert names == {
-        "README.md", "calibration.md", "journey.md", "measure.md", "plan.md", "save.md", "schemes.md", "add-a-method.md",
-    }  # fmt: skip
+    plain = {"README", "calibration", "chat", "journey", "measure", "plan", "save", "schemes", "add-a-method"}
+    assert names == {f"{name}.md" for name in plain}
 
 
 class Example:

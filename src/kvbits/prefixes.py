@@ -160,7 +160,7 @@ class PrefixStore:
         """Entries that have enough in common with ``wanted``, and how much, the most promising one first."""
         found = []
         for name, entry in self._refreshed().items():
-            common = _in_common(entry.tokens, wanted)
+            common = in_common(entry.tokens, wanted)
             if common < LEAST_TOKENS or (entry.whole and common < len(entry.tokens)):
                 continue
             lost = 0 if common == len(entry.tokens) else self.scheme.block - 1  # at most, where a block is cut
@@ -283,8 +283,8 @@ def _row(tokens: Tokens) -> torch.Tensor:
     return ids.reshape(-1).to("cpu", torch.int32)
 
 
-def _in_common(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Leading tokens that two prompts share."""
+def in_common(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Leading tokens that two prompts ``[T]`` share."""
     length = min(len(one), len(other))
     differ = (one[:length] != other[:length]).nonzero()
     return int(differ[0]) if len(differ) else length

@@ -9,7 +9,9 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import bench, calibrate, evaluate, generate, inspect, plan, report, retrieval, schemes, serve, tasks
+    from kvbits.cli import (
+        bench, calibrate, chat, evaluate, generate, inspect, plan, report, retrieval, schemes, serve, tasks,
+    )  # fmt: skip
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -40,6 +42,7 @@ def _options(
 COMMANDS = {
     "demo": generate.demo,
     "generate": generate.generate,
+    "chat": chat.chat,
     "schemes": schemes.schemes,
     "explain": schemes.explain,
     "eval": evaluate.evaluate,

@@ -381,8 +381,7 @@ class _Announcer:
             padding = isinstance(mask, torch.Tensor) and mask.ndim == 2
             # The decoder inside may get the same mask in a form that no longer shows the padding.
             if padding or mask is None or not cache.columns.waiting:
-                arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-                cache.columns.begin(mask if padding else None, text_of(arguments))
+                cache.columns.begin(mask if padding else None, self._ids(cache, args, kwargs))
             if cache.columns.rotaries is not None:
                 cache.columns.place(self._positions(args, kwargs))
         return args, kwargs
@@ -397,6 +396,10 @@ class _Announcer:
     def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
         given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
         return next((c for c in given if isinstance(c, Cache)), None)
+
+    def _ids(self, cache: KVCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The new ids, where they are not known already and are all that the call reads."""
+        return None if cache.columns.waiting else text_of({**dict(zip(self.names, args, strict=False)), **kwargs})
 
     def _positions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The positions that the call names, int64 ``[..., B or 1, columns]``. Early releases count columns instead."""
