@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+import kvbits
 import zoo
 from kvbits.catalogue import CATALOGUE
 from kvbits.cli import app
@@ -70,6 +71,27 @@ def test_schemes_lists_the_whole_catalogue() -> None:
     assert all(f" {entry.name} " in output for entry in CATALOGUE)
 
 
+@pytest.mark.parametrize("columns", [80, 200])
+def test_tables_lose_no_word_at_any_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbits.cli.common.out._width", columns)
+    for arguments in (["schemes"], ["schemes", "kivi2"], ["schemes", "nuq3-1%"]):
+        code, output = run(*arguments)
+        assert code == 0 and "\N{HORIZONTAL ELLIPSIS}" not in output
+        boxed = [line for line in output.splitlines() if line[:1] in "│┃"]  # pages have no frames, and no long lines
+        assert max(map(len, boxed or output.splitlines())) <= columns
+
+
+def test_the_page_of_a_scheme_says_what_its_options_keep_exact() -> None:
+    code, output = run("schemes", "kivi2,residual=64,sinks=2+8,layers[0]=int8")
+    assert code == 0
+    assert "the first 2 tokens" in output and "up to 8 later ones" in output and "64 most recent" in output
+    assert "layers[0]=int8" in output
+
+
+def test_the_version_is_an_option_and_a_command() -> None:
+    assert run("--version") == run("version") == (0, f"{kvbits.__version__}\n")
+
+
 def test_explain(folder: str) -> None:
     code, output = run("explain", folder, "--scheme", "kivi2")
     assert code == 0 and f"layers 0-1: kivi2; steps: {zoo.RUNS}" in output
@@ -81,7 +103,7 @@ WRONG = {
     "a layer that is not there": (["-s", "int4,layers[7]=fp8", "--prompt", "word1"], "layers 0 to 1"),
     "a prompt that is too long": ([], "are more than the 512"),
     "no folder for the results": (["--prompt", "word1", "--json", "no-such-folder/out.json"], "no-such-folder"),
-    "missing file": (["--prompt-file", "no-such-file.txt"], "no-such-file.txt"),
+    "missing file": (["--prompt-file", "no-such-file.txt"], "no-such-file.txt: no such file or directory"),
     "empty prompt": (["--prompt", ""], "the prompt is empty"),
     "two prompts": (["--prompt", "word1", "--prompt-file", "-"], "not both"),
     "no new tokens": (["--max-new-tokens", "0"], "--max-new-tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 try:
     import typer
@@ -19,6 +20,21 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 def version() -> None:
     """Print the version."""
     out.print(__version__, highlight=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    asked: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The KV cache of language models in 2 to 8 bits, and attention straight from the stored bits."""
 
 
 COMMANDS = (

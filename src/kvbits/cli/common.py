@@ -35,6 +35,7 @@ def load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     from kvbits.hf.loading import load_model, load_tokenizer
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     attempt(torch.empty, 0, device=device, what=f"cannot use the device {device!r}: ")
     with err.status(f"loading {name}"):
         tokenizer = attempt(load_tokenizer, name, what=f"cannot load {name!r}: ")
@@ -70,7 +71,14 @@ def attempt(function: Callable[..., Any], *args: Any, what: str = "", **kwargs: 
     except (BrokenPipeError, UnicodeDecodeError, typer.Exit):
         raise
     except Exception as error:  # a user sees what is wrong, never a traceback; the library is for those who debug
-        fail(f"{what}{error}")
+        fail(f"{what}{reason(error)}")
+
+
+def reason(error: Exception) -> str:
+    """What an error says, without the number that the system has for it."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror.lower()}"
+    return str(error) or type(error).__name__
 
 
 def fail(message: str) -> NoReturn:

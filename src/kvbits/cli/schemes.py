@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import typer
-from rich.markdown import Markdown
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Markdown, MarkdownElement, TableElement
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,6 +20,9 @@ from kvbits.scheme import Scheme
 from kvbits.scheme import __doc__ as grammar_of_schemes
 from kvbits.store import Record
 
+WIDE = 120
+"""Columns of a console from which on the list of schemes also says what is stored, and where it is from."""
+
 
 def schemes(
     name: Annotated[
@@ -28,14 +32,15 @@ def schemes(
 ) -> None:
     """List every scheme, or say of one what it stores, what it costs, when to take it and where it is from."""
     if name is not None:
-        out.print(Markdown(_page(name), hyperlinks=False))
+        out.print(_Page(_page(name), hyperlinks=False))
         return
+    wide = out.width >= WIDE
     table = Table(title="bits per element of a packed block, head_dim 128, scales and zeros included")
-    for column in ("scheme", "bits", "stored", "source", "when"):
-        table.add_column(column, justify="right" if column == "bits" else "left")
+    for column in ("scheme", "bits", *(("stored", "source") if wide else ()), "when"):
+        table.add_column(column, justify="right" if column == "bits" else "left", no_wrap=column in ("scheme", "bits"))
     for entry in CATALOGUE:
-        texts = map(escape, (entry.formula, entry.paper, entry.advice))
-        table.add_row(entry.name, _bits(Scheme.parse(entry.name)), *texts)
+        more = (entry.formula, entry.paper) if wide else ()
+        table.add_row(entry.name, _bits(Scheme.parse(entry.name)), *map(escape, (*more, entry.advice)))
     out.print(table)
     aliases = Table(title="names that stand for whole schemes")
     for column in ("name", "bits", "stands for", "when"):
@@ -52,6 +57,22 @@ def schemes(
         markup=False,
         soft_wrap=True,
     )
+
+
+class _FoldedTable(TableElement):
+    """A table of a page, whose long words go on in the next line; rich would cut them."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            for column in table.columns if isinstance(table, Table) else ():
+                column.overflow = "fold"
+            yield table
+
+
+class _Page(Markdown):
+    """A page of a scheme on a console."""
+
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "table_open": _FoldedTable}
 
 
 def _bits(scheme: Scheme, head_dim: int = 128) -> str:
@@ -80,12 +101,25 @@ def _pages_of_scheme(name: str) -> list[str]:
     meant += [word for word, used in (("pre-rope", scheme.pre_rope), ("centred", scheme.centred)) if used]
     facts = [f"It stands for `{','.join(meant)}` in blocks of {scheme.block} tokens."]
     facts += [f"Packed, it takes {_bits(scheme, 64)} bits per element at head_dim 64, {_bits(scheme)} at head_dim 128."]
+    facts.append(_exact_part(scheme))
     if scheme.needs_calibration:
         facts.append(f"It needs a calibration: `kvbits calibrate MODEL --text FILE --out DIR --scheme {scheme}`.")
     if modifiers:
         more = ", ".join(f"`kvbits schemes {page.replace('_', '-')}`" for page in modifiers)
         facts.append(f"More on what it uses: {more}.")
     return [f"**`{name.strip()}`**", "\n".join(f"- {fact}" for fact in facts), *map(pages.read, methods)]
+
+
+def _exact_part(scheme: Scheme) -> str:
+    """What stays exact beside the packed blocks."""
+    if not scheme.packs:
+        return "Every token stays exact."
+    late = f", and up to {scheme.late_sinks} later ones that look like sinks" if scheme.late_sinks else ""
+    others = "".join(f" Other codecs: `{one}`." for one in scheme.overrides)
+    return (
+        f"Beside packed blocks the first {scheme.sinks} tokens{late} and at least the {scheme.residual} most recent "
+        f"ones stay exact.{others}"
+    )
 
 
 def explain(
