@@ -125,6 +125,10 @@ class PrefixStore:
                 return cache, cache.get_seq_length()
         return self._new(), 0
 
+    def common(self, tokens: Tokens) -> int:
+        """How many leading tokens an entry has in common with ``tokens``: :meth:`lookup` covers up to a block less."""
+        return max((common for common, _ in self._candidates(_row(tokens)[:-1])), default=0)
+
     def put(self, cache: KVCache, tokens: Tokens | None = None) -> Path:
         """Keep a cache, and return the file.
 
@@ -160,7 +164,7 @@ class PrefixStore:
         """Entries that have enough in common with ``wanted``, and how much, the most promising one first."""
         found = []
         for name, entry in self._refreshed().items():
-            common = _in_common(entry.tokens, wanted)
+            common = in_common(entry.tokens, wanted)
             if common < LEAST_TOKENS or (entry.whole and common < len(entry.tokens)):
                 continue
             lost = 0 if common == len(entry.tokens) else self.scheme.block - 1  # at most, where a block is cut
@@ -283,7 +287,7 @@ def _row(tokens: Tokens) -> torch.Tensor:
     return ids.reshape(-1).to("cpu", torch.int32)
 
 
-def _in_common(one: torch.Tensor, other: torch.Tensor) -> int:
+def in_common(one: torch.Tensor, other: torch.Tensor) -> int:
     """Leading tokens that two prompts share."""
     length = min(len(one), len(other))
     differ = (one[:length] != other[:length]).nonzero()
