@@ -83,23 +83,23 @@ class Address:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key or "none", **options)
 
     def metrics(self) -> dict[str, float]:
-        """Every metric by its name, those with labels summed."""
+        """Every metric by its name and labels, and by its name alone the sum of those."""
         request = urllib.request.Request(f"{self.url}/metrics")
         if self.key is not None:
             request.add_header("Authorization", f"Bearer {self.key}")
         found: dict[str, float] = {}
         for line in urllib.request.urlopen(request, timeout=60).read().decode().splitlines():
             if not line.startswith("#"):
-                name, value = line.rsplit(" ", 1)
-                name = name.partition("{")[0]
-                found[name] = found.get(name, 0) + float(value)
+                labelled, value = line.rsplit(" ", 1)
+                for name in {labelled, labelled.partition("{")[0]}:
+                    found[name] = found.get(name, 0) + float(value)
         return found
 
     def wait_for(self, name: str, value: float, seconds: float = 20) -> None:
         """Until a metric has a value."""
         end = time.monotonic() + seconds
-        while self.metrics()[name] != value:
-            assert time.monotonic() < end, f"{name} is {self.metrics()[name]}, not {value}, after {seconds} s"
+        while (found := self.metrics().get(name, 0)) != value:
+            assert time.monotonic() < end, f"{name} is {found}, not {value}, after {seconds} s"
             time.sleep(0.02)
 
 

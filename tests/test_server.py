@@ -333,6 +333,21 @@ def test_a_client_that_goes_away_ends_its_work(slow: served.Local) -> None:
     assert chat(client).choices[0].finish_reason == "length"
 
 
+def test_a_client_that_goes_away_before_its_body_is_no_error(
+    tiny: served.Local, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = 'kvbits_requests_total{path="/v1/completions",status="499"}'
+    before = tiny.metrics().get(left, 0)
+    for sent in (b"", b'{"prompt": "w1', b'{"prompt": "w1 w2", "max_tokens": 2000}'):
+        with socket.create_connection(("127.0.0.1", tiny.port)) as raw:
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n")
+            raw.sendall(b"Content-Length: %d\r\n\r\n" % (39 if len(sent) == 39 else 100) + sent)
+    tiny.wait_for(left, before + 3)
+    tiny.wait_for("kvbits_running", 0)
+    assert "Traceback" not in caplog.text and "ASGI" not in caplog.text
+    assert chat(tiny.client()).choices
+
+
 def test_more_than_may_wait_are_told_to_come_back(slow: served.Local) -> None:
     client, outcomes = slow.client(), list[str]()
 
@@ -444,9 +459,11 @@ def test_killed_in_the_middle_and_started_again(folder: str, tmp_path: Path) -> 
     assert server.stop(signal.SIGKILL) == -signal.SIGKILL
     with pytest.raises(Exception, match=r"peer closed connection|Connection error"):  # of the client's transport
         list(stream)
-    again = served.start(folder, "--scheme", SCHEME, "--grace", "1", port=server.port, log=log)
+    kept = tmp_path / "kept"
+    options = ("--scheme", SCHEME, "--grace", "1", "--prefix-folder", str(kept))
+    again = served.start(folder, *options, port=server.port, log=log)
     client = again.client()
-    assert chat(client).choices[0].finish_reason == "length"
+    assert chat(client, [{"role": "user", "content": words(60)}]).choices[0].finish_reason == "length"
     # Asked to stop in the middle of an answer, it waits for a second and ends.
     stream = iter(chat(client, max_tokens=50_000, stream=True))
     next(stream)
@@ -456,6 +473,7 @@ def test_killed_in_the_middle_and_started_again(folder: str, tmp_path: Path) -> 
         list(stream)
     assert again.process.wait(60) in (0, -signal.SIGTERM)
     assert 0.9 < time.monotonic() - start < 20
+    assert list(kept.glob("*.safetensors"))  # of that answer, and of what there was of the last one
     text = log.read_text()
     assert f"tiny under {SCHEME} at http://127.0.0.1:{server.port}/v1" in text and "Traceback" not in text
 

@@ -125,6 +125,10 @@ class PrefixStore:
                 return cache, cache.get_seq_length()
         return self._new(), 0
 
+    def common(self, tokens: Tokens) -> int:
+        """How many leading tokens an entry has in common with ``tokens``: :meth:`lookup` covers up to a block less."""
+        return max((common for common, _ in self._candidates(_row(tokens)[:-1])), default=0)
+
     def put(self, cache: KVCache, tokens: Tokens | None = None) -> Path:
         """Keep a cache, and return the file.
 

@@ -319,6 +319,13 @@ class BlockStore:
             self._compact(self._alive())
 
     @_locked
+    def compact(self) -> None:
+        """Give back the memory of blocks that no row of any store refers to, where they are an eighth of the pool."""
+        alive = self._alive()
+        if _GROWTH * len(alive) < (_GROWTH - 1) * self.used:
+            self._compact(alive)
+
+    @_locked
     def drop_first(self, blocks: int) -> None:
         """Forget the first ``blocks`` of every row (sliding windows)."""
         self.table = self.table[:, blocks:].clone()

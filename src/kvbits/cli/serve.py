@@ -35,6 +35,10 @@ def serve(
         typer.Option(envvar="KVBITS_API_KEY", help="Key that requests must bring. Others see options, not variables."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model for clients; default: from MODEL.")] = None,
+    prefix_folder: Annotated[
+        Path | None, typer.Option(help="Folder for caches that have no room in memory, and for all of them in the end.")
+    ] = None,
+    prefix_budget: Annotated[str, typer.Option(help="What that folder may take.")] = "20GiB",
     grace: Annotated[int, typer.Option(min=0, help="Seconds for what is in progress, once asked to stop.")] = 10,
     dtype: DType = "auto",
     device: Device = "cpu",
@@ -51,18 +55,23 @@ def serve(
     else:
         attempt(load_calibration, calibration)
     budget, body = _bytes("--memory", memory), _bytes("--max-body", max_body)
+    on_disk = _bytes("--prefix-budget", prefix_budget)
     if api_key is not None and not api_key.strip():
         fail("the API key is empty; give one, or leave out --api-key and KVBITS_API_KEY")
     from kvbits import serve as serving
 
     attempt(serving.require)
+    from kvbits.prefixes import PrefixStore
     from kvbits.serve import app, engine, server
 
     bound = attempt(server.bind, host, port, what=f"cannot listen on {host} port {port}: ")
     if not server.is_loopback(host) and api_key is None:
         err.print(f"warning: whoever can reach {host} can use this server; give an --api-key", markup=False)
     loaded, tokenizer = load(model, dtype, device)
-    ready = attempt(engine.Engine, loaded, parsed, budget, calibration, context)
+    folder = None
+    if prefix_folder is not None:
+        folder = attempt(PrefixStore, prefix_folder, on_disk, loaded, parsed, calibration=calibration)
+    ready = attempt(engine.Engine, loaded, parsed, budget, calibration, context, folder)
     name = name or _friendly(model)
     shared = attempt(server.serving, ready, tokenizer, name, queue, max_tokens)
     address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"

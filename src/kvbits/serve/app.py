@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvbits.serve.errors import Refused, failed
 from kvbits.serve.handlers import Chat, Serving, Text
@@ -45,12 +46,14 @@ def application(serving: Serving, api_key: str | None, body_bytes: int) -> FastA
         yield
         serving.line.stop()
         await asyncio.to_thread(serving.line.join, CANCEL_SECONDS)
+        await asyncio.to_thread(serving.engine.pool.save)
 
     # Documentation pages would load scripts from elsewhere.
     app = FastAPI(title="kvbits", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Counted, serving=serving)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(HTTPException, _unknown)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _failed)
 
     async def answer(kind: type[Chat] | type[Text], prefix: str, request: Request) -> Response:
@@ -150,7 +153,7 @@ async def unless_gone(request: Request, answer: Any) -> Response:
     working, waiting = asyncio.ensure_future(answer), asyncio.ensure_future(gone())
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=_GONE)
+        return working.result() if working.done() else await _left()
     finally:
         for task in (working, waiting):
             task.cancel()
@@ -164,6 +167,10 @@ async def _refused(_: Request, error: Any) -> Response:
 async def _unknown(request: Request, error: Any) -> Response:
     message = f"there is no {request.method} {request.url.path} here; known are {', '.join(PATHS)}"
     return await _refused(request, Refused(message, error.status_code, code="unknown_url", headers=error.headers))
+
+
+async def _left(*_: Any) -> Response:
+    return Response(status_code=_GONE)
 
 
 async def _failed(request: Request, _: Exception) -> Response:

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvbits.hf.attach import cache_for, cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.prefixes import PrefixStore
 from kvbits.scheme import Scheme
 from kvbits.serve.errors import Refused
 from kvbits.serve.pool import Pool
@@ -65,6 +66,7 @@ class Engine:
         budget_bytes: of all of them.
         calibration: as for :func:`kvbits.cache_for`.
         context: most tokens of a prompt and its answer; default: what the model was made for.
+        folder: for caches that have no room in memory, made for the same model, scheme and calibration.
 
     Raises:
         ValueError: as :func:`kvbits.cache_for`, and for a budget in which not even a short text has room.
@@ -77,6 +79,7 @@ class Engine:
         budget_bytes: int,
         calibration: Any = None,
         context: int | None = None,
+        folder: PrefixStore | None = None,
     ) -> None:
         self.model = model
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -84,7 +87,7 @@ class Engine:
             raise ValueError(f"a context of {context} tokens is more than the {longest} that the model was made for")
         self.context = context or longest or 2**20
         self.sizes = Sizes(model, cache_for(model, scheme, calibration=calibration))
-        self.pool = Pool(lambda: cache_for(model, scheme, calibration=calibration), self.sizes, budget_bytes)
+        self.pool = Pool(lambda: cache_for(model, scheme, calibration=calibration), self.sizes, budget_bytes, folder)
         self.room_tokens = self.sizes.most_tokens(budget_bytes, self.context)
         if self.room_tokens < 2:
             raise ValueError(
@@ -149,15 +152,16 @@ class Engine:
             self._generate(job, cache)
             kept = True
         except Aborted:
-            kept = cache.usable  # what the call in progress had stored was taken back
+            with contextlib.suppress(ValueError):  # what the call in progress has stored cannot be taken back
+                cache.settle()
+                kept = True
             raise
         finally:
             self._job = None
-            columns = cache.get_seq_length()
-            if kept and columns:
-                self.pool.give(cache, job.tokens[:columns], len(job.prompt))
+            if kept and cache.get_seq_length():
+                self.pool.give(cache, len(job.prompt))
             else:
-                self.pool.drop()
+                self.pool.measure()
 
     def _generate(self, job: Job, cache: KVCache) -> None:
         ids = job.prompt[None].to(self.model.device)
@@ -179,7 +183,7 @@ class Engine:
 class _Watch(StoppingCriteria):
     """Shows each new token to the job, and ends its answer."""
 
-    def __init__(self, job: Job, measure: Callable[[], None]) -> None:
+    def __init__(self, job: Job, measure: Callable[[], object]) -> None:
         self.job, self.measure = job, measure
         eos = job.config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])

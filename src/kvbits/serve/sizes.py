@@ -14,6 +14,9 @@ from kvbits.hf.cache import KVCache, PackedLayer, storage_bytes
 _PARAMS_BYTES = 16
 """For each channel: mean, balance, scale and zero in float32; what was calibrated is there from the start."""
 
+_ID_BYTES = 4
+"""For each token: a cache notes what it reads."""
+
 
 class Sizes:
     """Upper bounds of ``cache.nbytes``, whatever the text, and however it came in.
@@ -34,10 +37,11 @@ class Sizes:
 
     def at(self, tokens: int, cache: KVCache | None = None) -> int:
         """Bytes that a cache of one row of so many tokens holds at most; where it was cropped, it may hold more now."""
+        nbytes = _ID_BYTES * tokens
         if cache is None:
-            return sum(layer.at(tokens) for layer in self._layers)
+            return nbytes + sum(layer.at(tokens) for layer in self._layers)
         pairs = zip(self._layers, cache.layers, strict=True)
-        return sum(max(bound.at(tokens), _nbytes(layer)) for bound, layer in pairs)
+        return nbytes + sum(max(bound.at(tokens), _nbytes(layer)) for bound, layer in pairs)
 
     def most_tokens(self, nbytes: int, limit: int) -> int:
         """The most tokens, up to ``limit``, whose cache takes at most ``nbytes``; 0 where not even one does."""
