@@ -21,14 +21,15 @@ from kvbits.growth import Limits
 from kvbits.hf.attach import cache_for, cache_name
 from kvbits.hf.cache import storage_bytes
 from kvbits.hf.loading import DEFAULT_MODEL
-from kvbits.plan import memory, paper, peak
+from kvbits.plan import fit, memory, paper, peak
 from kvbits.plan.memory import History
 from kvbits.plan.models import shape_of_config, unrotatable
 from kvbits.plan.names import shape_of
 from kvbits.plan.paper import Named
-from kvbits.plan.plan import Plan, Setting, need_of, plan, weights_bytes
+from kvbits.plan.plan import Plan, plan
 from kvbits.plan.presets import PRESETS
 from kvbits.plan.quality import Quality
+from kvbits.plan.setting import Setting, weights_bytes
 from kvbits.plan.shapes import Attention, Layer, Shape, from_json, of_numbers, to_json
 from kvbits.plan.split import shares
 from kvbits.rotary import Rotary
@@ -343,6 +344,8 @@ FAMILIES = (
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_s_cache_takes_what_was_foretold(name: str) -> None:
+    if name == "mllama" and zoo.installed() < (5, 24):
+        pytest.skip(f"Transformers {hf.__version__} makes this model's masks for steps one column short")
     choose = random.Random(name)
     dtype = choose.choice([torch.float32, torch.bfloat16])
     model, shape = model_of(name, dtype)
@@ -395,14 +398,12 @@ def test_the_embedded_model_takes_what_its_file_foretells(smollm2: Any) -> None:
     assert (
         shape.weights is not None and shape.weights.total == sum(x.numel() for x in model.parameters()) == 134_515_008
     )
-    for scheme, calls in (("default", [300]), ("kivi2", [290, 1, 1])):
-        cache = cache_for(model, scheme)
-        for tokens in calls:
-            with torch.no_grad():
-                model(
-                    input_ids=torch.full((1, tokens), 9), use_cache=True, logits_to_keep=1, **{cache_name(model): cache}
-                )
-        assert_cache_foretold(cache, shape, scheme, 1, calls, sliding=False)
+    cache, calls = cache_for(model, "default"), [200, 1]
+    for tokens in calls:
+        ids = torch.full((1, tokens), 9)
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name(model): cache})
+    assert_cache_foretold(cache, shape, "default", 1, calls, sliding=False)
 
 
 # -- models that kvbits does not serve ---------------------------------------------------------------------------------
@@ -470,32 +471,21 @@ def test_a_model_whose_code_does_not_run_without_weights_is_read_from_its_config
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "reason"),
-    [
-        ("llama", {}, None),
-        ("gpt2", {}, None),
-        ("gemma3", {}, None),
-        ("deepseek-v3", {}, "latent|rotated"),
-        ("hunyuan", {}, "norm"),
-        ("roformer", {}, "no rotary frequencies"),
-        ("gemma4", {}, None),
-        ("bart-decoder", {}, None),
-    ],
+    "name", ["llama", "gpt2", "gemma3", "gemma4", "deepseek-v3", "bart-decoder", "roformer", "phi4"]
 )
-def test_whether_keys_can_be_turned_back_is_known_from_the_config(name: str, changes: Any, reason: str | None) -> None:
+def test_whether_keys_can_be_turned_back_is_known_from_the_config(name: str) -> None:
     """As ``cache_for`` decides with the model itself."""
     model = zoo.build(name)
-    found = unrotatable(config_of(name, **changes))
+    found = unrotatable(config_of(name))
     try:
         cache_for(model, "kivi4,pre-rope")
     except ValueError:
         assert found is not None
-    else:
-        assert found is None
-    if found is not None:
         shape = replace(shape_of_config(model.config), unrotatable=found)
-        with pytest.raises(ValueError, match="kivi4,pre-rope stores keys before their rotary embedding"):
+        with pytest.raises(ValueError, match="kivi4,pre-rope stores keys before their rotary embedding, and RoFormer"):
             plan(Setting(shape, 100), ["int4", "kivi4,pre-rope"])
+    else:
+        assert found is None and name != "roformer"
 
 
 # -- presets -----------------------------------------------------------------------------------------------------------
@@ -536,7 +526,7 @@ def test_presets_are_what_their_configs_make(name: str) -> None:
 
 def needs(name: str, scheme: str, devices: int, split: str, context: int = 5000, **more: Any) -> list[Any]:
     setting = Setting(shape_of(name), context, devices=devices, split=split, **more)
-    return need_of(setting, Named.parse(scheme), context)
+    return fit.needs(setting, Scheme.parse(scheme))
 
 
 def test_a_pipeline_splits_layers_and_loses_nothing() -> None:
@@ -609,7 +599,7 @@ def assert_limits(found: Plan) -> None:
 
     def fits(name: str, **changes: int) -> bool:
         other = replace(setting, **changes)
-        return max(need.total for need in need_of(other, Named.parse(name), other.context)) <= limit
+        return max(need.total for need in fit.needs(other, Scheme.parse(name))) <= limit
 
     for row in found.rows:
         name = row.named.name
@@ -799,7 +789,7 @@ def test_the_peak_of_a_prompt_is_near_what_torch_allocates(
     dtype = random.Random(name + scheme).choice([torch.bfloat16, torch.float32])
     model = zoo.build(name, dtype, max_position_embeddings=2048, **WIDE)
     setting = Setting(shape_of_config(model.config, name, dtype), sum(calls), chunk=calls[0], batch=batch)
-    foretold = need_of(setting, Named.parse(scheme), sum(calls))[0].peak
+    foretold = fit.needs(setting, Scheme.parse(scheme))[0].peak
     assert foretold / 1.5 <= measured_peak(model, scheme, batch, calls) <= foretold
 
 

@@ -17,7 +17,8 @@ from kvbits.plan import page
 from kvbits.plan.devices import GPU_MIB, MIB
 from kvbits.plan.models import shape_of_config
 from kvbits.plan.names import shape_of
-from kvbits.plan.plan import WEIGHT_BITS, Setting, plan
+from kvbits.plan.plan import plan
+from kvbits.plan.setting import WEIGHT_BITS, Setting
 from kvbits.plan.shapes import Shape, of_numbers
 from kvbits.scheme import Scheme
 

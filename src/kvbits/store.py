@@ -25,7 +25,7 @@ import torch
 
 from kvbits import memory
 from kvbits.codecs import Codec
-from kvbits.growth import pool_blocks, table_columns
+from kvbits.growth import SPARE, pool_blocks, table_columns
 from kvbits.types import Packed, Part, Role
 
 ALIGNMENT_BYTES = 64
@@ -322,7 +322,7 @@ class BlockStore:
     def compact(self) -> None:
         """Give back the memory of blocks that no row of any store refers to, where they are an eighth of the pool."""
         alive = self._alive()
-        if _GROWTH * len(alive) < (_GROWTH - 1) * self.used:
+        if SPARE * len(alive) < (SPARE - 1) * self.used:
             self._compact(alive)
 
     @_locked

@@ -10,7 +10,18 @@ try:
 
     from kvbits import __version__
     from kvbits.cli import (
-        bench, calibrate, chat, evaluate, generate, inspect, plan, report, retrieval, schemes, serve, tasks,
+        bench,
+        calibrate,
+        chat,
+        evaluate,
+        generate,
+        inspect,
+        plan,
+        report,
+        retrieval,
+        schemes,
+        serve,
+        tasks,
     )  # fmt: skip
     from kvbits.cli.common import out
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly

@@ -18,7 +18,9 @@ from kvbits.cli.common import attempt, err, fail, out, tokens_of
 from kvbits.scheme import split_schemes
 
 if TYPE_CHECKING:
-    from kvbits.plan.plan import Need, Plan, Row, Setting
+    from kvbits.plan.fit import Need
+    from kvbits.plan.plan import Plan, Row
+    from kvbits.plan.setting import Setting
     from kvbits.plan.shapes import Shape
 
 _SCHEMES = "exact,fp8,default,kivi4,small"
@@ -130,7 +132,7 @@ def _setting(
 ) -> Setting:
     from kvbits.plan.devices import bytes_of, gpu_bytes
     from kvbits.plan.paper import Named
-    from kvbits.plan.plan import Setting
+    from kvbits.plan.setting import Setting
 
     # Unknown schemes are refused before a model is looked at.
     turned = any(Named.parse(name).scheme.pre_rope for name in split_schemes(schemes or _SCHEMES))

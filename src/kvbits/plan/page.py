@@ -19,7 +19,7 @@ import torch
 from kvbits import growth
 from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE
 from kvbits.files import replacing
-from kvbits.plan import memory, paper, plan
+from kvbits.plan import memory, paper, plan, setting
 from kvbits.plan.devices import GPU_MIB, MIB
 from kvbits.plan.paper import Named
 from kvbits.plan.presets import PRESETS, shape_of_preset
@@ -64,29 +64,29 @@ def write(found: plan.Plan, path: str | Path, presets: Iterable[str] = tuple(PRE
 
 def data(found: plan.Plan, presets: Iterable[str]) -> dict[str, Any]:
     """All that the page knows, as plain JSON data."""
-    setting = found.setting
+    start = found.setting
     models = {name: (PRESETS[name].title, shape_of_preset(name)) for name in presets}
-    key = "planned" if setting.shape.name not in models else setting.shape.name
-    models[key] = (setting.shape.name if key == "planned" else models[key][0], setting.shape)
-    names = list(dict.fromkeys([*(row.named.name for row in found.rows), *_names(setting.shape)]))
+    key = "planned" if start.shape.name not in models else start.shape.name
+    models[key] = (start.shape.name if key == "planned" else models[key][0], start.shape)
+    names = list(dict.fromkeys([*(row.named.name for row in found.rows), *_names(start.shape)]))
     sizes = {
         (kind.key_channels, kind.value_channels)
         for _, shape in models.values() for kind in shape.kinds() if kind is not None
     } | {(channels, channels) for channels in HEAD_DIMS}  # fmt: skip
     return {
         "growth": {"spare": growth.SPARE, "table_bytes": torch.int64.itemsize, "exact_bits": paper.EXACT_BITS},
-        "limits": {"tokens": plan.MOST_TOKENS, "batch": plan.MOST_BATCH},
-        "weight_bits": plan.WEIGHT_BITS,
+        "limits": {"tokens": setting.MOST_TOKENS, "batch": setting.MOST_BATCH},
+        "weight_bits": setting.WEIGHT_BITS,
         "models": {name: model(title, shape) for name, (title, shape) in models.items()},
         "head_dims": HEAD_DIMS,
         "schemes": {name: scheme(Named.parse(name), sorted(sizes)) for name in names},
         "gpus": {name: mib * MIB for name, mib in GPU_MIB.items()},
         "start": {
             "model": key,
-            "context": setting.context,
-            "batch": setting.batch,
-            "memory": setting.memory_bytes or GPU_MIB["a100-80gb"] * MIB,
-            "weights": setting.weights if setting.weights in plan.WEIGHT_BITS else "auto",
+            "context": start.context,
+            "batch": start.batch,
+            "memory": start.memory_bytes or GPU_MIB["a100-80gb"] * MIB,
+            "weights": start.weights if start.weights in setting.WEIGHT_BITS else "auto",
             "schemes": [row.named.name for row in found.rows],
         },
     }

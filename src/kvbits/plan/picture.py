@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from kvbits.plan.plan import Plan, need_of
+from kvbits.plan.fit import needs
+from kvbits.plan.plan import Plan
 
 _POINTS = 80
 _SHOWN = 16
@@ -22,6 +23,7 @@ def draw(plan: Plan, path: str | Path) -> Path:
     if len(plan.rows) > _SHOWN:
         raise ValueError(f"a picture of {len(plan.rows)} schemes cannot be read; give {_SHOWN} or fewer")
     try:
+        import matplotlib  # noqa: F401
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter
@@ -36,7 +38,7 @@ def draw(plan: Plan, path: str | Path) -> Path:
     axes = figure.add_subplot()
     lowest = [math.inf] * len(contexts)
     for index, row in enumerate(plan.rows):
-        fullest = [max(need.total for need in need_of(setting, row.named, n)) / 2**30 for n in contexts]
+        fullest = [max(need.total for need in needs(setting, row.named.scheme, n)) / 2**30 for n in contexts]
         lowest = [min(pair) for pair in zip(lowest, fullest, strict=True)]
         axes.plot(contexts, fullest, label=row.named.name, linewidth=2, linestyle="-" if index < 8 else "--")
     if setting.memory_bytes is not None:

@@ -2,103 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from kvbits.catalogue import ALIASES, RECOMMENDED
-from kvbits.plan import memory, paper, peak
-from kvbits.plan.memory import History, Real
+from kvbits.plan import memory, paper
+from kvbits.plan.fit import Need, fits, largest_batch, longest_context, needs
+from kvbits.plan.memory import Real
 from kvbits.plan.paper import Named
 from kvbits.plan.quality import Quality, recommend
-from kvbits.plan.shapes import Shape, Weights
-from kvbits.plan.split import Share, shares
+from kvbits.plan.setting import Setting
+from kvbits.plan.shapes import Shape
 from kvbits.scheme import Scheme
 from kvbits.types import ByteCount
 
-MOST_TOKENS, MOST_BATCH = 2**40, 2**24
-"""Longer contexts and larger batches are not planned: a number beyond is a slip, and one that fits is no limit."""
-
 CHUNK_TOKENS = 2048
 """Of a prompt read in chunks, in advice."""
-
-WEIGHT_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.5}
-"""Bits per weight in the layers. ``int4`` has a 16-bit scale and a zero for each 64. Below 16 bits, the table of tokens
-and the matrix of logits stay in 16."""
-
-WEIGHTS = ("auto", *WEIGHT_BITS, "file", "none")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is planned.
-
-    Attributes:
-        shape: the model.
-        context: tokens in the cache.
-        steps: of these, the last ones that came one by one; the others came as a prompt.
-        chunk: tokens of the prompt that are read at a time; None is all of them.
-        batch: rows.
-        source_tokens: of an encoder's text.
-        sliding: pack layers with windows, too.
-        memory_bytes: of each device; None where there is no limit.
-        reserve_bytes: of these, what is left to the driver and to whatever else runs.
-        devices, split: see :mod:`kvbits.plan.split`.
-        weights: their precision; ``auto`` is the checkpoint's, or the model's dtype.
-        logits: ``last`` or ``all``; see :mod:`kvbits.plan.peak`.
-    """
-
-    shape: Shape
-    context: int
-    steps: int = 0
-    chunk: int | None = None
-    batch: int = 1
-    source_tokens: int = 0
-    sliding: bool = False
-    memory_bytes: int | None = None
-    reserve_bytes: int = 0
-    devices: int = 1
-    split: str = "pipeline"
-    weights: str = "auto"
-    logits: str = "last"
-
-    def __post_init__(self) -> None:
-        for name, number, most in (
-            ("context", self.context, MOST_TOKENS),
-            ("batch", self.batch, MOST_BATCH),
-            ("chunk", 1 if self.chunk is None else self.chunk, MOST_TOKENS),
-        ):
-            if not 1 <= number <= most:
-                raise ValueError(f"--{name} {number} is nothing to plan; give 1 to {most:,}")
-        if not 0 <= self.steps < self.context:
-            raise ValueError(f"of {self.context:,} tokens, {self.steps:,} cannot be new ones; give fewer")
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"--weights {self.weights} is unknown; allowed are {', '.join(WEIGHTS)}")
-        if self.logits not in ("last", "all"):
-            raise ValueError(f"--logits {self.logits} is unknown; allowed are last, all")
-        if self.memory_bytes is not None and self.reserve_bytes >= self.memory_bytes:
-            raise ValueError("--reserve takes all of the memory; give less")
-        weights_bytes(self.shape.weights, self.weights, self.shape.dtype)
-
-    def history(self, context: int) -> History:
-        """How a cache of so many tokens is filled."""
-        return History.of(context, min(self.steps, context - 1), self.chunk)
-
-
-@dataclass(frozen=True)
-class Need:
-    """What one device has to hold, in bytes."""
-
-    weights: int
-    cache: Real
-    peak: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.cache.count.total + self.peak
 
 
 @dataclass(frozen=True)
@@ -167,55 +89,11 @@ class Plan:
         """``{setting, schemes: [{name, paper_bits, paper_gib, real_bits, real_bytes, ...}], recommended, notes}``."""
         recommended = self.recommended and {"scheme": self.recommended[0], "why": self.recommended[1]}
         return {
-            "setting": setting_to_json(self.setting),
+            "setting": self.setting.to_json(),
             "schemes": [row.to_json() for row in self.rows],
             "recommended": recommended,
             "notes": list(self.notes),
         }
-
-
-def setting_to_json(setting: Setting) -> dict[str, Any]:
-    """Plain JSON data: all but the shape itself, of which the sizes are given."""
-    shape = setting.shape
-    plain = {f.name: getattr(setting, f.name) for f in fields(Setting) if f.name != "shape"}
-    kinds = [
-        {
-            "layers": count, "kv_heads": kind.heads, "key_dim": kind.key_channels, "value_dim": kind.value_channels,
-            "window": kind.window,
-        }
-        for kind, count in shape.kinds().items() if kind is not None
-    ]  # fmt: skip
-    return {
-        "model": shape.name,
-        "source": shape.source,
-        "layers": len(shape.layers),
-        "attention": kinds,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "parameters": None if shape.weights is None else shape.weights.total,
-        "weights_bytes": weights_bytes(shape.weights, setting.weights, shape.dtype),
-        "trained_context": shape.trained,
-        **plain,
-    }
-
-
-def weights_bytes(weights: Weights | None, how: str, dtype: torch.dtype) -> int:
-    """Bytes of the weights of a device, in a precision of :data:`WEIGHTS`.
-
-    Raises:
-        ValueError: where it is the files' own, and there are none.
-    """
-    if how == "file" and (weights is None or weights.file_bytes is None):
-        raise ValueError("--weights file is for a GGUF file or a folder with .safetensors files; there are none here")
-    if weights is None or how == "none":
-        return 0
-    if how == "file":
-        assert weights.file_bytes is not None
-        return weights.file_bytes
-    bits = WEIGHT_BITS.get(how)
-    if bits is None:
-        bits = weights.bits or 8.0 * dtype.itemsize
-    outside = bits if bits >= 16 else 16.0
-    return -int(-(outside * (weights.embedding + weights.head) + bits * sum(weights.layers)) // 8)
 
 
 def plan(setting: Setting, names: Iterable[str], quality: Quality | None = None) -> Plan:
@@ -232,15 +110,14 @@ def plan(setting: Setting, names: Iterable[str], quality: Quality | None = None)
     named = [Named.parse(name) for name in names]
     if not named:
         raise ValueError("no scheme is named; give a list such as --schemes exact,default,small")
-    split = shares(setting.shape, setting.devices, setting.split)
-    rows = [_row(setting, one, split, quality) for one in named]
+    rows = [_row(setting, one, quality) for one in named]
     recommended = None
     if setting.memory_bytes is not None:
         fitting = [row.named.scheme for row in rows if row.fits]
         asked = {row.named.scheme for row in rows}
         for alias in (RECOMMENDED, *ALIASES):
             other = Named.parse(alias)
-            if other.scheme not in asked and setting.shape.refusal is None and _fits(setting, other.scheme, split):
+            if other.scheme not in asked and setting.shape.refusal is None and fits(setting, other.scheme):
                 fitting.append(other.scheme)
         found = recommend(fitting, quality)
         recommended = None if found is None else (_name_of(found[0], rows), found[1])
@@ -252,25 +129,23 @@ def _name_of(scheme: Scheme, rows: list[Row]) -> str:
     return next(iter([*written, *(alias for alias in ALIASES if Scheme.parse(alias) == scheme)]), str(scheme))
 
 
-def _row(setting: Setting, named: Named, split: list[Share], quality: Quality | None) -> Row:
+def _row(setting: Setting, named: Named, quality: Quality | None) -> Row:
     shape, scheme = setting.shape, named.scheme
     refuse(shape, named)
     try:
-        needs = tuple(_needs(setting, scheme, split, setting.context, setting.batch))
+        held = tuple(needs(setting, scheme))
     except ValueError as error:
         raise ValueError(f"{named.name}: {error}") from None
-    real = sum((need.cache for need in needs), Real())
-    limited = setting.memory_bytes is not None
     return Row(
         named,
         _paper_bits(shape, named, setting.context),
         paper.nbytes(named, shape, setting.context, setting.batch),
-        real,
+        sum((need.cache for need in held), Real()),
         _bytes_per_token(shape, scheme, setting.sliding),
-        needs,
-        _fits(setting, scheme, split) if limited else None,
-        _most(lambda n: _fits(setting, scheme, split, context=n), MOST_TOKENS) if limited else None,
-        _most(lambda n: _fits(setting, scheme, split, batch=n), MOST_BATCH) if limited else None,
+        held,
+        fits(setting, scheme),
+        longest_context(setting, scheme),
+        largest_batch(setting, scheme),
         None if quality is None else quality.of(scheme),
     )
 
@@ -306,79 +181,13 @@ def _bytes_per_token(shape: Shape, scheme: Scheme, sliding: bool) -> float:
     return total
 
 
-def need_of(setting: Setting, named: Named, context: int) -> list[Need]:
-    """What each device has to hold at another length of the context."""
-    split = shares(setting.shape, setting.devices, setting.split)
-    return _needs(setting, named.scheme, split, context, setting.batch)
-
-
-def _needs(setting: Setting, scheme: Scheme, split: list[Share], context: int, batch: int) -> list[Need]:
-    """What each device has to hold. Devices with the same share are counted once."""
-    stored = memory.stores(setting.shape, scheme, setting.sliding)
-    known: dict[tuple[object, ...], Need] = {}
-    needs = []
-    for share in split:
-        layers = share.shape.layers
-        own = tuple(stored[share.first : share.first + len(layers)])
-        key = (layers, own, share.shape.weights, share.shape.widths, share.parts)
-        if key not in known:
-            known[key] = _need(setting, share, own, scheme.needs_calibration, context, batch)
-        needs.append(known[key])
-    return needs
-
-
-def _need(
-    setting: Setting, share: Share, own: tuple[Scheme | None, ...], calibrated: bool, context: int, batch: int
-) -> Need:
-    shape, source = share.shape, share.tokens(setting.source_tokens)
-    history = setting.history(share.tokens(context))
-    held = memory.of_layers(shape.layers, own, history, batch, calibrated, source)
-    extra = 0
-    if shape.widths is not None:
-        piece, packs = max(tokens for tokens, _ in history.runs), any(one is not None and one.packs for one in own)
-        extra = peak.activation_bytes(shape, piece, history.tokens, batch, packs, setting.logits)
-        pairs = set(zip(shape.layers, own, strict=True))
-        each = (memory.of_layer(*pair, history, batch, calibrated, source).count.total for pair in pairs)
-        extra += max(each, default=0)
-    if setting.weights == "file" and setting.shape.weights is not None and shape.weights is not None:
-        whole = weights_bytes(setting.shape.weights, "file", shape.dtype)
-        weights = -(-whole * shape.weights.total // setting.shape.weights.total)
-    else:
-        weights = weights_bytes(shape.weights, setting.weights, shape.dtype)
-    return Need(weights, held, extra)
-
-
-def _fits(
-    setting: Setting, scheme: Scheme, split: list[Share], context: int | None = None, batch: int | None = None
-) -> bool:
-    assert setting.memory_bytes is not None
-    limit = setting.memory_bytes - setting.reserve_bytes
-    needs = _needs(setting, scheme, split, context or setting.context, batch or setting.batch)
-    return all(need.total <= limit for need in needs)
-
-
-def _most(fits: Callable[[int], bool], end: int) -> int | None:
-    """A number that fits while one more does not; 0 if 1 does not, None if ``end`` does."""
-    low, high = 0, 1
-    while high <= end and fits(high):
-        low, high = high, 2 * high
-    if low >= end:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
 def _reach_in_chunks(setting: Setting, rows: list[Row]) -> list[str]:
     """How far the scheme that reaches furthest would reach if the peak of the prompt were small."""
     reaching = [row for row in rows if row.max_context is not None and row.fits]
     if not reaching:
         return []
     row = max(reaching, key=lambda one: one.max_context or 0)
-    changed = replace(setting, chunk=CHUNK_TOKENS)
-    split = shares(setting.shape, setting.devices, setting.split)
-    most = _most(lambda n: _fits(changed, row.named.scheme, split, context=n), MOST_TOKENS)
+    most = longest_context(replace(setting, chunk=CHUNK_TOKENS), row.named.scheme)
     if most is None or most <= (row.max_context or 0):
         return []
     return [f"{row.named.name} reaches {most:,} tokens if the prompt is read in chunks: --chunk {CHUNK_TOKENS}"]
