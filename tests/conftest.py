@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
     from browser import Page
 
+
+# A job in the background of a script ignores interruptions, and so would every program that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Processes that run tests side by side have it, and then consoles are as wide, whatever a test asks for.
 os.environ.pop("COLUMNS", None)

@@ -10,7 +10,20 @@ import typer
 from rich import box, progress
 from rich.table import Table
 
-from kvbits.cli.common import Calibrated, Device, DType, Model, attempt, err, fail, load, out, read_text, tokens_of
+from kvbits.cli.common import (
+    Calibrated,
+    Device,
+    DType,
+    JsonFile,
+    Model,
+    attempt,
+    err,
+    fail,
+    load,
+    out,
+    read_text,
+    tokens_of,
+)
 from kvbits.scheme import split_schemes
 
 if TYPE_CHECKING:
@@ -38,9 +51,7 @@ def bench(
     dtype: DType = "auto",
     device: Device = "cpu",
     calibration: Calibrated = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the rows here; a run that stopped goes on there.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure prefill and decode speed, memory and break-even length of caches, interleaved, beside the exact cache."""
     names = attempt(split_schemes, schemes)

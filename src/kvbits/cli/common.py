@@ -38,6 +38,9 @@ def load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     return load_model(name, dtype, device), tokenizer
 
 
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows here; a run that stopped goes on there.")]
+
+
 def check_model(name: str, dtype: str, device: str) -> None:
     """End with a message for what is wrong with these without a look at any weights."""
     path = Path(name)

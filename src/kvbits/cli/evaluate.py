@@ -14,6 +14,7 @@ from kvbits.cli.common import (
     Calibrated,
     Device,
     DType,
+    JsonFile,
     Model,
     attempt,
     bars,
@@ -66,9 +67,7 @@ def evaluate(
     dtype: DType = "auto",
     device: Device = "cpu",
     calibration: Calibrated = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the rows here; a run that stopped goes on there.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure how close schemes stay to the exact cache: divergence, perplexity, same first choice, real bits.
 

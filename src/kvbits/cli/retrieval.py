@@ -12,7 +12,20 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvbits.cli.common import Calibrated, Device, DType, Model, attempt, err, fail, load, out, read_text, tokens_of
+from kvbits.cli.common import (
+    Calibrated,
+    Device,
+    DType,
+    JsonFile,
+    Model,
+    attempt,
+    err,
+    fail,
+    load,
+    out,
+    read_text,
+    tokens_of,
+)
 from kvbits.scheme import split_schemes
 
 if TYPE_CHECKING:
@@ -41,9 +54,7 @@ def retrieval(
     dtype: DType = "auto",
     device: Device = "cpu",
     calibration: Calibrated = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the rows here; a run that stopped goes on there.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Hide facts in a text, and see whether the model still finds them through each cache.
 

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from kvbits.catalogue import RECOMMENDED
-from kvbits.cli.common import Calibrated, Device, DType, Model, attempt, err, fail, load, out
+from kvbits.cli.common import Calibrated, Device, DType, JsonFile, Model, attempt, err, fail, load, out
 from kvbits.files import load_calibration
 from kvbits.scheme import split_schemes
 
@@ -27,7 +27,7 @@ def tasks(
     dtype: DType = "auto",
     device: Device = "cpu",
     calibration: Calibrated = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results here; a run goes on there.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Score a model on tasks under one or more schemes, through lm-evaluation-harness.
 
