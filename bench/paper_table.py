@@ -6,7 +6,8 @@ tokens but those that wait for a block of 32. The paper's own tables keep none o
 in one piece by a model whose keys and values are replaced, and here it goes through the cache in chunks.
 
 At head_dim 64 a group of 64 channels is all that a token has in a head: ``int4`` (in the paper one group over all
-heads), ``int4-gs64`` and ``int4-gs128`` are one layout in kvbits, measured once. ``-gs32`` is the finer group that is left.
+heads), ``int4-gs64`` and ``int4-gs128`` are one layout in kvbits, measured once. ``-gs32`` is the finer group that is
+left.
 
     python bench/paper_table.py --calibration DIR --text wikitext2=test.txt --text c4=c4.jsonl
 """
