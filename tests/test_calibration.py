@@ -748,4 +748,4 @@ def test_what_is_wrong_is_said_in_one_line(folder: str, tmp_path: Path, wrong: s
 
 def test_a_missing_text_is_said(folder: str, tmp_path: Path) -> None:
     code, output = run(folder, "--text", str(tmp_path / "none.txt"), "--out", str(tmp_path))
-    assert code == 2 and "No such file" in output
+    assert code == 2 and "none.txt: no such file" in output

@@ -201,8 +201,8 @@ def test_long_contexts_count_each_layer_as_it_is() -> None:
     _, stock = slow(model, "hf:dynamic", zoo.prompt(1, LENGTH), CHUNK)
     assert isinstance(cache, KVCache)
     stored = [layer.core for layer in cache.packed_layers if layer.core.keys is not None]
-    each = [bits_at(kvbits.hf.cache.KVCache([layer], cache.scheme, cache.columns)) for layer in cache.packed_layers
-            if layer.core.keys is not None]  # fmt: skip
+    layers = [layer for layer in cache.packed_layers if layer.core.keys is not None]
+    each = [bits_at(kvbits.hf.cache.KVCache([layer], cache.scheme, cache.columns, model)) for layer in layers]
     weights = [core.elements for core in stored]
     mean = sum(b * w for b, w in zip(each, weights, strict=True)) / sum(weights)
     assert row["bits_at_8000"] == pytest.approx(mean) and row["packed_layers"] == len(stored)

@@ -178,13 +178,14 @@ def test_continuations_of_one_prompt_cost_one_prompt() -> None:
     for number, fork in enumerate(forks):
         call(model, fork, zoo.prompt(1, 100, seed=number))
     together = kvbits.nbytes_of([cache, *forks])
-    storages = tensors_of([cache, *forks], {id(cache.columns.rotaries)})
+    uncounted = {id(cache.columns.rotaries), *(id(one.columns.ids) for one in (cache, *forks))}
+    storages = tensors_of([cache, *forks], uncounted)
     assert together.total == sum(storages.values())
     more = 1 + 8 * 3 / 124  # of 4,000 tokens 124 blocks are packed, and of the next 100 each time 3
     assert together.codes == alone.codes * more
     core = cache.packed_layers[0].core
     assert core.keys is not None and core.store is not None
-    own = 2 * (2 * core.keys.nbytes + core.store.table.nbytes * 9 / 8) + 4 * 4100  # both layers, and ids
+    own = 2 * (2 * core.keys.nbytes + core.store.table.nbytes * 9 / 8)  # both layers
     assert together.total < 9 / 8 * alone.total * more + 8 * own
     assert together.total < 0.25 * sum(fork.nbytes.total for fork in forks)
     assert 0 < forks[0].nbytes.codes - alone.codes < 0.03 * alone.codes  # each counts what it refers to

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvbits.cache import Before, LayerCache, bytes_once
+from kvbits.cache import Before, LayerCache
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
 from kvbits.hf.rotary import Rotaries
@@ -452,6 +452,7 @@ class KVCache(Cache):
         """Bytes really allocated, by part; ``int(cache.nbytes)`` or ``.total`` is their sum.
 
         A fork counts the blocks that it refers to, whoever else does; :func:`nbytes_of` counts several caches together.
+        Not counted are the ids of what was read (:attr:`tokens`), 4 bytes a column.
         """
         return self._count(None)
 
@@ -462,7 +463,7 @@ class KVCache(Cache):
                 count += ByteCount(**layer.core.nbytes(seen))
             else:
                 count += ByteCount(other=storage_bytes(layer))
-        return count + ByteCount(slack=self.columns.rows.nbytes + bytes_once(self.columns.ids.pieces, seen))
+        return count + ByteCount(slack=self.columns.rows.nbytes)
 
     @property
     def tokens(self) -> torch.Tensor:
