@@ -193,6 +193,20 @@ def test_continuations_of_one_prompt_cost_one_prompt() -> None:
     assert kvbits.nbytes_of([cache, cache]).codes == kvbits.nbytes_of([cache]).codes
 
 
+def test_a_fork_is_saved_without_the_blocks_of_others(tmp_path: Path) -> None:
+    model = model_of("llama")
+    cache = kvbits.cache_for(model, INT8)
+    call(model, cache, zoo.prompt(1, 150))
+    fork = cache.fork()
+    call(model, cache, zoo.prompt(1, 200, seed=5))
+    for each in (fork, twin := copy.deepcopy(fork)):
+        call(model, each, zoo.prompt(1, 60, seed=6))
+    sizes = [kvbits.save(each, tmp_path / name).stat().st_size for each, name in ((fork, "x"), (twin, "y"))]
+    assert abs(sizes[0] - sizes[1]) < 200  # a table, and where it lies
+    loaded, ids = kvbits.load(tmp_path / "x", model), zoo.prompt(1, 50, seed=7)
+    assert torch.equal(call(model, loaded, ids), call(model, twin, ids))
+
+
 def test_a_broken_cache_is_not_forked() -> None:
     model = model_of("gemma3")
     cache = kvbits.cache_for(model, INT8)

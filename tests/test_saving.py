@@ -297,11 +297,10 @@ def assert_goes_on(
     batch = cache.columns.rows.batch or 2
     ids = zoo.prompt(batch, steps, seed=5)
     mask = cache.columns.rows.valid
+    mask = torch.ones(batch, cache.get_seq_length(), dtype=torch.bool) if mask is None else mask
     for chunk in (ids[:, :3], *ids[:, 3:].split(1, dim=1)):
-        more = {}
-        if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(batch, chunk.shape[1])], dim=1)
-            more["attention_mask"] = mask.long()
+        mask = torch.cat([mask, mask.new_ones(batch, chunk.shape[1])], dim=1)
+        more = {"attention_mask": mask.long()}
         assert torch.equal(call(model, cache, chunk, **more), call(twin, loaded, chunk, **more))
     return loaded
 
@@ -324,7 +323,7 @@ def test_families(name: str, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cache = kvbits.cache_for(model, scheme, sliding=sliding)
-            call(model, cache, zoo.prompt(2, 70))
+            call(model, cache, zoo.prompt(2, 70), attention_mask=torch.ones(2, 70, dtype=torch.int64))
             assert_goes_on(name, cache, tmp_path / "x", steps=10)
 
 
@@ -359,6 +358,29 @@ def test_short_caches(held: int, tmp_path: Path) -> None:
     cache = kvbits.cache_for(model_of("llama"), INT8)
     if held:
         call(model_of("llama"), cache, zoo.prompt(2, held))
+    assert_goes_on("llama", cache, tmp_path / "x", steps=60)
+
+
+def test_two_caches_of_one_file_do_not_write_into_each_other(tmp_path: Path) -> None:
+    model = model_of("llama")
+    cache = kvbits.cache_for(model, INT8)
+    call(model, cache, zoo.prompt(1, 150))
+    saved = kvbits.Saved(kvbits.save(cache, tmp_path / "x"))
+    one, other = saved.cache(model), saved.cache(model)
+    one.crop(-100)
+    call(model, one, zoo.prompt(1, 90, seed=4))  # blocks where those of the others are
+    third = saved.cache(model)
+    ids = zoo.prompt(1, 3)
+    for each in (other, third):
+        assert torch.equal(call(model, each.fork(), ids), call(model, cache.fork(), ids))
+
+
+def test_a_cache_that_was_cropped_to_nothing(tmp_path: Path) -> None:
+    model = model_of("llama")
+    cache = kvbits.cache_for(model, INT8)
+    call(model, cache, zoo.prompt(2, 90))
+    cache.crop(-90)
+    assert cache.tokens.shape == (2, 0)
     assert_goes_on("llama", cache, tmp_path / "x", steps=60)
 
 

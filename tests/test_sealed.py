@@ -116,6 +116,17 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, about: Any, tenso
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_is_mapped_as_often_as_one_likes(path: Path) -> None:
+    file = Sealed(path)
+    twin = file.remapped()
+    file.tensor("first").zero_()
+    path.unlink()
+    del file
+    assert torch.equal(twin.tensor("first"), right("first"))
+    twin.tensor("first").fill_(7)
+    assert torch.equal(twin.remapped().tensor("first"), right("first"))
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_tensors_are_mapped_and_changes_stay_in_memory(path: Path) -> None:
     content = path.read_bytes()

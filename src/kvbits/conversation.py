@@ -220,7 +220,8 @@ class Conversation:
             ValueError: as :func:`kvbits.load`, and for the file of a cache that no conversation has written.
         """
         path = Path(path).absolute()
-        saved, state = Saved(path), _state(path)
+        state = _state(path) if path.exists() else (0, 0, 0)
+        saved = Saved(path)
         found = cls(model, tokenizer, saved.cache(model, tokenizer=tokenizer), messages_in(saved.note, path))
         found._file = path, state
         return found

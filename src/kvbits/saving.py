@@ -141,13 +141,18 @@ def _model_of(cache: KVCache) -> PreTrainedModel:
         )
     if cache.model is None:
         raise ValueError("the model of this cache is not there any more, and a file says of which model it is")
-    deltas = [getattr(module, "rope_deltas", None) for module in cache.model.modules()]
+    deltas = [module.rope_deltas for module in _counting(cache.model)]
     if any(isinstance(x, torch.Tensor) and bool(x.any()) for x in deltas):
         raise ValueError(
             "the model itself keeps how far the positions of its pictures are ahead (rope_deltas), and another process "
             "would go on without; such a cache cannot be stored"
         )
     return cache.model
+
+
+def _counting(model: PreTrainedModel) -> list[Any]:
+    """Modules of Qwen2-VL and its relatives that remember how far the positions of the last pictures are ahead."""
+    return [module for module in model.modules() if hasattr(module, "rope_deltas")]
 
 
 def tokens_of(cache: KVCache, given: Tokens | None = None) -> torch.Tensor:
@@ -256,7 +261,7 @@ class Saved:
             raise Damaged(f"{self.path} contradicts itself: {type(error).__name__} {error}") from None
 
     def _cache(self, model: PreTrainedModel) -> KVCache:
-        about, tensor = self.about, self.file.tensor
+        about, tensor = self.about, self.file.remapped().tensor  # caches write over blocks that were cropped
         states = about["layers"]
         cache = make_cache(model, self.scheme, any(state.get("window") is not None for state in states))
         tokens = self.tokens.clone()
@@ -281,6 +286,8 @@ class Saved:
                 release = about["transformers"]
                 self._require(release == _release(), f"a {kind} of Transformers {release} may hold other things here")
                 vars(layer).update(from_plain(state["own"], tensor, device))
+        for module in _counting(model):  # early releases go on at position 0 where they have read nothing themselves
+            module.rope_deltas = torch.zeros(max(1, rows.batch), 1, dtype=torch.int64, device=model.device)
         cache.hold(rows, TokenIds(tokens))
         return cache
 

@@ -12,12 +12,14 @@ Tensors are aligned to their elements, and those whose length is a multiple of 6
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import hashlib
 import json
 import math
 import mmap
 import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +213,7 @@ class Sealed:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._first: Sealed | None = None
         if path.is_dir():
             raise Foreign(f"{path} is a folder, not the file of a cache")
         if not path.is_file():
@@ -232,7 +235,16 @@ class Sealed:
                 if isinstance(error, Damaged):
                     raise
                 raise Damaged(f"{path} is damaged: {type(error).__name__} {error} in its header") from None
-            self._map = mmap.mmap(file.fileno(), self.nbytes, access=mmap.ACCESS_COPY)
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+        self._map = mmap.mmap(self._file, self.nbytes, access=mmap.ACCESS_COPY)
+
+    def remapped(self) -> Sealed:
+        """The same file, mapped once more: what is done to tensors of one does not show in those of the other."""
+        twin = copy.copy(self)
+        twin._map = mmap.mmap(self._file, self.nbytes, access=mmap.ACCESS_COPY)
+        twin._first = self  # which closes the file
+        return twin
 
     def _verified(self, length: int, header: bytes) -> bytes:
         """The header, if it is one of ours and as it was written."""

@@ -468,7 +468,9 @@ class KVCache(Cache):
     @property
     def tokens(self) -> torch.Tensor:
         """Ids that the cache has read, int64 ``[B, columns]`` on the CPU; -1 where they are not known."""
-        return self.columns.ids.all().to("cpu", torch.int64)
+        columns = self.columns
+        ids = columns.ids.all() if columns.ids.pieces else torch.empty(columns.rows.batch, 0)
+        return ids.to("cpu", torch.int64)
 
     @property
     def bits_per_element(self) -> float:
