@@ -128,25 +128,24 @@ def test_forks_grow_in_threads() -> None:
 # -- forks of a cache --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next", "gemma3n"])
-@pytest.mark.parametrize("how", ["fork", "copy"])
-def test_continuations_of_one_prompt(name: str, how: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
+def test_continuations_of_one_prompt(name: str) -> None:
     model = model_of(name)
     scheme = f"lm4,centred,{SMALL}"
     cache = kvbits.cache_for(model, scheme)
     call(model, cache, zoo.prompt(1, 90))
     right = copy.deepcopy(cache)
-    forks = [cache.fork() if how == "fork" else copy.copy(cache) for _ in range(3)]
+    forks = [cache.fork(), cache.fork(), copy.copy(cache)]
     twins = [copy.deepcopy(right) for _ in forks]
     for ids in zoo.prompt(3, 50, seed=8).split(1, dim=1):
         for row, (fork, twin) in enumerate(zip(forks, twins, strict=True)):
             assert torch.equal(call(model, fork, ids[row : row + 1]), call(model, twin, ids[row : row + 1]))
             assert torch.equal(fork.tokens, twin.tokens)
     ids = zoo.prompt(1, 40, seed=9)
+    assert twins[0].model is forks[0].model is model
     forks[0].reset()
     assert torch.equal(call(model, forks[0], ids), call(model, kvbits.cache_for(model, scheme), ids))
     assert torch.equal(call(model, cache, ids), call(model, right, ids))
-    assert isinstance(forks[1].fork().model, type(model))
 
 
 def tensors_of(thing: Any, seen: set[int]) -> dict[int, int]:
@@ -202,7 +201,7 @@ def test_a_fork_is_saved_without_the_blocks_of_others(tmp_path: Path) -> None:
     for each in (fork, twin := copy.deepcopy(fork)):
         call(model, each, zoo.prompt(1, 60, seed=6))
     sizes = [kvbits.save(each, tmp_path / name).stat().st_size for each, name in ((fork, "x"), (twin, "y"))]
-    assert abs(sizes[0] - sizes[1]) < 200  # a table, and where it lies
+    assert abs(sizes[0] - sizes[1]) < 500  # two tables, and what the header says of them
     loaded, ids = kvbits.load(tmp_path / "x", model), zoo.prompt(1, 50, seed=7)
     assert torch.equal(call(model, loaded, ids), call(model, twin, ids))
 

@@ -7,6 +7,7 @@ generated) it is cropped to what is in common, never through a packed block, and
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -182,12 +183,10 @@ class Conversation:
 
     def _settle(self) -> None:
         """After a forward that stopped in the middle: what it stored is taken back, or else all is read again."""
-        for _ in range(2):  # the first time it may only say that it was interrupted
-            try:
-                return self.cache.settle()
-            except ValueError:
-                continue
-        self.cache.reset()
+        with contextlib.suppress(ValueError):  # it says once that it was interrupted
+            self.cache.settle()
+        if not self.cache.usable:
+            self.cache.reset()
 
     def _end_of(self, listener: _Listener, room: int, wanted: int) -> Literal["end", "stopped", "length", "context"]:
         if listener.stopped:

@@ -123,6 +123,7 @@ def contents(
         "scheme": cache.scheme.to_json(),
         "rows": {"batch": rows.batch, "columns": rows.columns, "runs": rows.runs, "first_epoch": rows.first_epoch},
         "layers": layers,
+        "rope_deltas": [None if (x := m.rope_deltas) is None else list(x.shape) for m in _counting(model)],
         "nbytes": asdict(cache.nbytes),
         "note": _checked(note),
     }
@@ -286,8 +287,8 @@ class Saved:
                 release = about["transformers"]
                 self._require(release == _release(), f"a {kind} of Transformers {release} may hold other things here")
                 vars(layer).update(from_plain(state["own"], tensor, device))
-        for module in _counting(model):  # early releases go on at position 0 where they have read nothing themselves
-            module.rope_deltas = torch.zeros(max(1, rows.batch), 1, dtype=torch.int64, device=model.device)
+        for module, shape in zip(_counting(model), about["rope_deltas"], strict=True):  # as where it was saved
+            module.rope_deltas = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=model.device)
         cache.hold(rows, TokenIds(tokens))
         return cache
 

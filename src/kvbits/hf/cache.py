@@ -333,6 +333,11 @@ class KVCache(Cache):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": _no_model}  # a weak reference cannot be pickled
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        memo[id(self)] = twin = object.__new__(KVCache)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
     def __repr__(self) -> str:
         return f"KVCache({self.scheme}, {len(self.layers)} layers, {self.get_seq_length()} tokens)"
 
