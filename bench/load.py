@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import require_green, write
-from decode import prompt
+from common import prose, require_green, write
 
 import kvbits
 from kvbits.hf.attach import cache_name
-from kvbits.hf.loading import load_model
+from kvbits.hf.loading import load_model, load_tokenizer
+from kvbits.measure.prompts import Prompts
 from kvbits.measure.setting import SEED
 
 
@@ -94,12 +94,13 @@ def main() -> None:
     options = parser.parse_args()
     require_green("tests/test_saving.py")
     torch.manual_seed(SEED)
+    prompts = Prompts(load_tokenizer(options.model)(prose(), return_tensors="pt").input_ids[0])
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for dtype in options.dtypes.split(","):
             model = load_model(options.model, dtype=getattr(torch, dtype))
             for context in map(int, options.contexts.split(",")):
-                ids = prompt(options.model, context)
+                ids = prompts.take(1, 0, context)
                 for scheme in options.schemes.split(";"):
                     row = measure(model, ids, scheme, Path(folder) / "cache.safetensors", options.rounds)
                     rows.append({"dtype": dtype, **row})

@@ -370,6 +370,39 @@ def test_tables_of_quality_wait_for_their_measurement(
     assert "| `lm2` | 0.50000 | 0.25000 |" in generate.altered()
 
 
+def test_a_table_of_quality_from_a_file_of_kvbits_eval(
+    generate: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    figures = {"kl_median": 0.25, "kl_p999": 2.0, "top1": 0.5, "ppl": 9.0, "ppl_se": 0.5, "bits_per_element": 10.0}
+    rows = [
+        {"scheme": "hf:dynamic", "regime": "chunked", **figures, "kl_mean": -1e-9, "bits_at_8000": None},
+        {"scheme": "int4", "regime": "chunked", **figures, "kl_mean": 0.125, "bits_at_8000": 4.9114},
+        {"scheme": "int4", "regime": "one-shot", **figures, "kl_mean": 1e-9, "bits_at_8000": 4.9114},
+        {"scheme": "hf:hqq4", "regime": "chunked", "error": "ImportError: no hqq"},
+    ]
+    names = (
+        "processor",
+        "cores",
+        "torch",
+        "transformers",
+        "date",
+        "command",
+        "model",
+        "windows",
+        "length",
+        "chunk",
+        "text",
+    )
+    setting = {**dict.fromkeys(names, "x"), "dtype": "bfloat16"}
+    (tmp_path / "quality.json").write_text(
+        json.dumps({"format": 1, "kind": "quality", "setting": setting, "rows": rows})
+    )
+    text = generate.quality()
+    assert "| `int4` | 0.12500 | 0.25000 | 2.000 | 50.0 % | 9.00 ± 0.50 | 4.91 |" in text
+    assert "Model x in bfloat16, x, x windows" in text and text.count("`int4`") == 1 and "hqq" not in text
+
+
 # -- pages of methods ------------------------------------------------------------------------------------------------
 
 

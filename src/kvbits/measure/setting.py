@@ -34,7 +34,7 @@ def setting(model: PreTrainedModel | None = None, /, **more: Any) -> dict[str, A
         "transformers": transformers.__version__,
         "kvbits": kvbits.__version__,
         "seed": SEED,
-        "command": " ".join([Path(sys.argv[0]).name, *(shortened(word) for word in sys.argv[1:])]),
+        "command": " ".join([program(), *(shortened(word) for word in sys.argv[1:])]),
     }
     if model is not None:
         config = model.config.get_text_config(decoder=True)
@@ -58,6 +58,12 @@ def processor() -> str:
 def device_name(device: torch.device) -> str:
     """``cpu``, ``mps``, or the name of the GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def program() -> str:
+    """What was run; ``python -m kvbits.cli`` is ``kvbits``."""
+    path = Path(sys.argv[0])
+    return "kvbits" if path.parts[-3:] == ("kvbits", "cli", "__main__.py") else path.name
 
 
 def shortened(word: str) -> str:
