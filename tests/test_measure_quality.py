@@ -189,7 +189,9 @@ def test_real_bits_are_read_off_the_live_cache(llama: PreTrainedModel) -> None:
     assert 32 < rows["exact", "chunked"]["bits_per_element"] < 40  # it has room to grow
     # head_dim 8: codes, scales and zeros in whole cache lines; 20 exact tokens of 8,000 and the last block
     assert row["bits_at_8000"] == bits_at(cache) and 8 < row["bits_at_8000"] < 9.5
-    assert rows["exact", "chunked"]["bits_at_8000"] == 16 and rows["hf:fp8", "chunked"]["bits_at_8000"] is None
+    assert rows["exact", "chunked"]["bits_at_8000"] == 16 == rows["hf:dynamic", "chunked"]["bits_at_8000"]
+    # one scale of 4 bytes for all keys, and one for all values, of a layer
+    assert rows["hf:fp8", "chunked"]["bits_at_8000"] == 8 + 8 * 2 * 4 / (2 * 2 * 8 * 8000)
     kvbits.disable(llama)
 
 

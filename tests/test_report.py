@@ -755,6 +755,19 @@ def test_all_kinds_and_models_are_on_the_page() -> None:
         assert wanted in text, wanted
 
 
+def test_answers_in_files_of_their_own_are_paired() -> None:
+    """Ten questions: the exact cache has nine right, the scheme four, none of which the exact one misses."""
+    alike = {"task": "piqa", "metric": "acc", "sample_hash": "cafe"}
+    exact = {"scheme": "exact", **alike, "value": 0.9, "scores": "1111111110"}
+    scheme = {"scheme": "small", **alike, "value": 0.4, "scores": "1111000000"}
+    run = report.build([("a", Results("tasks", setting(), [scheme])), ("b", Results("tasks", setting(), [exact]))])
+    (row,) = [row for row in run.models[0].runs["tasks"][0].rows if row["scheme"] == "small"]
+    assert (row["wins"], row["losses"], row["p_value"]) == (0, 5, 2 * 0.5**5)
+    other = {**scheme, "sample_hash": "beef"}  # of other questions
+    run = report.build([("a", Results("tasks", setting(), [other])), ("b", Results("tasks", setting(), [exact]))])
+    assert not any("p_value" in row for row in run.models[0].runs["tasks"][0].rows)
+
+
 @functools.cache
 def monster() -> list[Results]:
     """Two models with hundreds of schemes, thousands of rows, and long errors."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from transformers import Cache, QuantizedCache
@@ -44,19 +46,21 @@ def bits_per_element(cache: Cache, elements: int) -> float | None:
 
 
 def bits_at(cache: Cache, tokens: int = LONG_TOKENS) -> float | None:
-    """The same of a long context: what the layers of a kvbits cache would allocate for a prompt of ``tokens``.
+    """The same of a long context: what the layers of a cache would allocate for a prompt of ``tokens``.
 
     Layers of the same shapes and schemes are filled with random bfloat16 keys and values; no model runs. Exact tokens
-    therefore count 16 bits, whatever the dtype of the model.
+    therefore count 16 bits, whatever the dtype of the model. Layers with a window count nothing.
 
     Args:
         cache: after some text, so that its layers know their shapes.
         tokens: of the prompt.
 
     Returns:
-        None for peers, and where kvbits stores no layer.
+        None where a cache has no layer that sees the whole text.
     """
-    held = [x.core for x in cache.packed_layers if x.core.keys is not None] if isinstance(cache, KVCache) else []
+    if not isinstance(cache, KVCache):
+        return _peer_bits_at(cache, tokens)
+    held = [x.core for x in cache.packed_layers if x.core.keys is not None]
     alike = Counter(map(_shape, held))
     one = {_shape(core): core for core in held}
     total = count = 0
@@ -65,6 +69,37 @@ def bits_at(cache: Cache, tokens: int = LONG_TOKENS) -> float | None:
         total += layers * sum(layer.nbytes().values())
         count += layers * layer.elements
     return 8 * total / count if count else None
+
+
+def _peer_bits_at(cache: Cache, tokens: int) -> float | None:
+    """:func:`bits_at` of one of Transformers' own caches."""
+    full = [x for x in cache.layers if type(x) is DynamicLayer or isinstance(cache, QuantizedCache)]
+    held = [(_peer_heads(x), x) for x in full if isinstance(x, DynamicLayer) and x.get_seq_length()]
+    alike = Counter((type(layer), heads) for heads, layer in held)
+    one: dict[Hashable, Any] = {(type(layer), heads): layer for heads, layer in held}
+    total = count = 0
+    for (kind, of), layers in alike.items():
+        layer = copy.copy(one[kind, of])
+        keys, values = (_random(heads, tokens, channels, layer.device) for heads, channels in of)
+        layer.__dict__.update(is_initialized=False, keys=None, values=None)
+        layer.update(keys, values)
+        total += layers * storage_bytes(layer)
+        count += layers * (keys.numel() + values.numel())
+    return 8 * total / count if count else None
+
+
+def _peer_heads(layer: Any) -> tuple[tuple[int, int], ...]:
+    """Heads and channels of the keys, and of the values."""
+    states = layer.keys, layer.values
+    if type(layer) is not DynamicLayer:  # one with packed states, which keeps the newest tokens there or nothing
+        states = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+    return tuple((x.shape[1], x.shape[3]) for x in states)
+
+
+def _random(heads: int, tokens: int, channels: int, device: torch.device) -> torch.Tensor:
+    """Normal bfloat16 ``[1, heads, tokens, channels]``."""
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randn(1, heads, tokens, channels, generator=generator).to(device, torch.bfloat16)
 
 
 def _shape(core: LayerCache) -> Hashable:
@@ -77,11 +112,7 @@ def _shape(core: LayerCache) -> Hashable:
 
 def _filled(core: LayerCache, tokens: int) -> LayerCache:
     assert core.keys is not None and core.values is not None
-    generator = torch.Generator().manual_seed(SEED)
-    keys, values = (
-        torch.randn(1, x.shape[1], tokens, x.shape[3], generator=generator).to(x.device, torch.bfloat16)
-        for x in (core.keys, core.values)
-    )
+    keys, values = (_random(x.shape[1], tokens, x.shape[3], x.device) for x in (core.keys, core.values))
     layer = LayerCache(core.scheme, core.window, core.name, core.rotary, core.learned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random values may lie outside the range that a calibration has seen

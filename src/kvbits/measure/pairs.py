@@ -52,7 +52,7 @@ def pair_rows(rows: Sequence[dict[str, Any]]) -> None:
     ``metric`` and ``sample_hash`` agree, so rows of several runs may stand together.
     """
     exact: dict[tuple[Any, ...], dict[str, Any]] = {}
-    scored = [row for row in rows if row.get("scores") is not None]
+    scored = [row for row in rows if row.get("scores") is not None and row.get("sample_hash")]
     for row in sorted(scored, key=lambda row: row["scheme"] == EXACT):
         if is_exact(row["scheme"]):
             exact.setdefault(_same(row), row)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from kvbits.measure.pairs import pair_rows
 from kvbits.measure.results import FORMAT, KINDS, Results
 from kvbits.scheme import Scheme
 
@@ -199,6 +200,8 @@ def _joined(group: list[tuple[str, Results]]) -> Run:
         else:
             run.replaced.append(run.rows[place])
             run.rows[place] = row
+    if kind == "tasks":
+        pair_rows(run.figures)  # a scheme and the exact cache may stand in files of their own
     return run
 
 
