@@ -14,17 +14,13 @@ left.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from common import write
+from texts import OnTexts
 
-from kvbits.hf.loading import load_model, load_tokenizer
-from kvbits.measure.quality import CHUNK, LENGTH, WINDOWS, measure
-from kvbits.measure.setting import SEED
-from kvbits.measure.text import read, windows_of
+from kvbits.hf.loading import load_config
 from kvbits.plan import paper
 from kvbits.plan.shapes import Attention
 
@@ -46,26 +42,18 @@ def rows_of_paper() -> dict[str, tuple[str, ...]]:
     return table
 
 
-def measured(options: argparse.Namespace, source: str, model: Any, tokenizer: Any) -> list[dict[str, Any]]:
-    """One row for each scheme on one text."""
-    name, _, file = source.rpartition("=")
-    text = read(file)
-    windows = windows_of(text.content, tokenizer, options.windows, options.length, "spread")
-    config = model.config
+def rows_with_names(texts: OnTexts) -> list[dict[str, Any]]:
+    """One row for each scheme on each text."""
+    config = load_config(texts.model)
     attention = Attention(config.num_key_value_heads, config.head_dim, config.head_dim, torch.float16, torch.float16)
     table = {f"{scheme}{'' if scheme == 'exact' else EXACT_PART}": names for scheme, names in rows_of_paper().items()}
-    found = measure(
-        model, windows, list(table), chunk=options.chunk, calibration=options.calibration,
-        json=f"{options.partial}.{name or 'text'}.json" if options.partial else None, tell=print,
-        report=lambda scheme, done, total: print(f"\r{name} {scheme} {done}/{total}  ", end="", flush=True),
-    ).rows  # fmt: skip
     rows = []
-    for row in found:
+    for row in texts.rows(list(table)):
         names = table.get(row["scheme"], (row["scheme"],))
         counted = {
             each: paper.bits(paper.Named.parse(each), attention, PAPER_TOKENS) for each in names if each in PAPER
         }
-        rows.append({"text": name or text.name, "names": list(names), "paper_bits": counted, **row})
+        rows.append({"names": list(names), "paper_bits": counted, **row})
     return rows
 
 
@@ -74,22 +62,12 @@ PAPER = {name for names in rows_of_paper().values() for name in names if not nam
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE", help="repeatable")
-    parser.add_argument("--calibration", type=Path, required=True, help="folder that 'kvbits calibrate' wrote")
-    parser.add_argument("--windows", type=int, default=WINDOWS)
-    parser.add_argument("--length", type=int, default=LENGTH)
-    parser.add_argument("--chunk", type=int, default=CHUNK)
-    parser.add_argument("--partial", help="beginning of the names of files to go on from after an interruption")
-    parser.add_argument("--out", default="paper_table")
+    parser = OnTexts.parser((__doc__ or "").splitlines()[0])
+    parser.set_defaults(out="paper_table")
     options = parser.parse_args()
-    torch.manual_seed(SEED)
-    model, tokenizer = load_model(options.model, dtype=torch.float32), load_tokenizer(options.model)
-    rows = [row for source in options.text for row in measured(options, source, model, tokenizer)]
-    more = {name: getattr(options, name) for name in ("model", "windows", "length", "chunk")}
-    more["calibration"] = options.calibration.name
-    print(write(options.out, rows, **more))
+    texts = OnTexts.of(options)
+    rows = rows_with_names(texts)
+    print(write(options.out, rows, **texts.setting))
     for row in rows:
         counted = ", ".join(f"{name} {bits:.2f}" for name, bits in row["paper_bits"].items())
         print(f"{row['text']:10} {row['scheme']:34} ppl {row['ppl']:.2f} KL {row['kl_mean']:.5f} "

@@ -583,16 +583,162 @@ def altered() -> str:
     return f"{table(['scheme', *models], rows, right=range(1, 1 + len(models)))}\n\n{note}"
 
 
+PAPER_SHORT = (
+    "fp16",
+    "int4",
+    "nf4",
+    "nuq4",
+    "nuq4-1%",
+    "int3",
+    "nf3",
+    "nuq3",
+    "nuq3-1%",
+    "int2",
+    "nf2",
+    "nuq2",
+    "nuq2-1%",
+)
+"""Of the paper's names, those of the short form of its table."""
+
+
+def paper_table(names: Sequence[str] = ()) -> str:
+    """KVQuant's table on one model: the rows of ``names``, or all."""
+    data = result_if_any("paper_table")
+    if data is None:
+        return missing("paper_table", "python bench/paper_table.py")
+    texts = list(data["texts"])
+    by_name = {name: {} for row in data["rows"] for name in row["names"] if not names or name in names}
+    for row in data["rows"]:
+        for name in row["names"]:
+            if name in by_name:
+                by_name[name][row["text"]] = row
+    head = ["in the paper", "paper bits", "real bits", *(f"{what}, {text}" for text in texts for what in ("PPL", "KL"))]
+    cells = []
+    for name in names or by_name:
+        rows = by_name[name]
+        first = rows[texts[0]]
+        bits = first["paper_bits"].get(name)
+        figures = [cell for text in texts for cell in (f"{rows[text]['ppl']:.2f}", f"{abs(rows[text]['kl_mean']):.4f}")]
+        paper = "" if bits is None else f"{bits:.2f}"
+        cells.append([code(name), paper, f"{first['bits_at_8000']:.2f}", *figures])
+    note = measured_on(data, f"{on_texts(data)} Paper bits by its arithmetic at 2,048 tokens; real bits at 8,000.")
+    return f"{table(head, cells, right=range(1, len(head)))}\n\n{note}"
+
+
+def prose() -> str:
+    """Every width on several kinds of text."""
+    data = result_if_any("prose")
+    if data is None:
+        return missing("prose", "python bench/prose.py")
+    texts = list(data["texts"])
+    by_scheme: dict[str, dict[str, Any]] = {}
+    for row in data["rows"]:
+        by_scheme.setdefault(row["scheme"], {})[row["text"]] = row
+    head = ["scheme", "bits", *(f"{what}, {text}" for text in texts for what in ("KL", "same top"))]
+    cells = []
+    for scheme, rows in by_scheme.items():
+        figures = [
+            cell
+            for text in texts
+            for cell in (f"{abs(rows[text]['kl_mean']):.4f}", f"{100 * rows[text]['top1']:.1f} %")
+        ]
+        cells.append([code(scheme), f"{rows[texts[0]]['bits_at_8000']:.2f}", *figures])
+    return f"{table(head, cells, right=range(1, len(head)))}\n\n{measured_on(data, on_texts(data))}"
+
+
+def on_texts(data: dict[str, Any]) -> str:
+    """What was read, by ``bench/texts.py``."""
+    files = "; ".join(f"{name}: {', '.join(of)}" for name, of in data["texts"].items())
+    return (
+        f"Model {data['model']} in float32, {data['windows']} windows of {data['length']} tokens of each text in "
+        f"chunks of {data['chunk']} ({files})."
+    )
+
+
+def batches() -> str:
+    """What ``kvbits bench`` found at several contexts and batches."""
+    data = result_if_any("speed")
+    if data is None:
+        return missing("speed", "kvbits bench smollm2 --batch 1,4 --json bench/results/speed.json")
+    head = ("context", "batch", "scheme", "step", "tokens a second", "against exact", "flush", "KV cache")
+    rows = [
+        (
+            f"{row['context']:,}",
+            row["batch"],
+            code(row["scheme"]),
+            f"{row['step_ms']:.0f} ms",
+            f"{row['decode_tokens_per_second']:.1f}",
+            f"{row['speed_against_exact']:.2f}x",
+            "" if row["flush_ms"] is None else f"{row['flush_ms']:.0f} ms",
+            f"{row['kv_bytes'] / 1e6:.1f} MB",
+        )
+        for row in data["rows"]
+        if "error" not in row
+    ]
+    what = f"Model {data['model']} in {data['rows'][0]['dtype']}; `hf:` are Transformers' own caches."
+    return f"{table(head, rows, right=(0, 1, 3, 4, 5, 6, 7))}\n\n{measured_on(data, what)}"
+
+
+def loading() -> str:
+    data = result("load")
+    head = ("dtype", "scheme", "file", "read again", "loaded", "sooner", "sooner from a cold disk", "forked")
+    rows = [
+        (
+            row["dtype"],
+            code(row["scheme"]),
+            f"{row['file_bytes'] / 1e6:.1f} MB",
+            f"{row['prefill_seconds']:.1f} s",
+            f"{row['load_seconds']:.2f} s",
+            f"{row['sooner']:.0f}x",
+            f"{row['sooner_cold']:.0f}x",
+            f"{row['fork_seconds']:.2f} s",
+        )
+        for row in data["rows"]
+    ]
+    what = f"Model {data['model']}: seconds to the first token after a prompt of {data['rows'][0]['context']:,} tokens."
+    return f"{table(head, rows, right=range(2, 8))}\n\n{measured_on(data, what)}"
+
+
+def serving() -> str:
+    data = result_if_any("serve_load")
+    if data is None:
+        return missing("serve_load", "python bench/serve_load.py")
+    s = data["summary"]
+    rows = [
+        ("requests, at a time, failed", f"{s['requests']}, {s['at_a_time']}, {s['failed']:.0f}"),
+        ("seconds in all", f"{s['seconds']:.0f}"),
+        ("answer tokens a second, all together", f"{s['answer_tokens_per_second']:.1f}"),
+        ("tokens of prompts that were in a cache", f"{100 * s['reused_share']:.0f} %"),
+        ("caches dropped for room", f"{s['evicted']:.0f}"),
+        (
+            "most bytes of caches, of the budget",
+            f"{s['peak_cache_bytes'] / 1e6:.1f} of {s['budget_bytes'] / 1e6:.0f} MB",
+        ),
+        ("first token, median, with the wait", f"{s['median_first_token_seconds']:.1f} s"),
+        ("the model's work on an answer, mean", f"{s['mean_generation_seconds']:.2f} s"),
+    ]
+    note = measured_on(data, f"Model {data['model']} under `{data['scheme']}`.")
+    return f"{table(('what', 'figure'), rows, right=(1,))}\n\n{note}"
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "schemes": readme_schemes,
         "decode": decode_speed,
-        "decode_8k": functools.partial(decode_speed, "decode_8k"),
         "prefill": prompt_speed,
         "attend": attention_speed,
         "memory": peak_memory,
         "quality": quality,
+        "paper_short": functools.partial(paper_table, PAPER_SHORT),
     },
+    "docs/results.md": {
+        "paper": paper_table,
+        "prose": prose,
+        "batches": batches,
+        "decode_8k": functools.partial(decode_speed, "decode_8k"),
+    },
+    "docs/save.md": {"load": loading},
+    "docs/serve.md": {"serve_load": serving},
     "docs/kernels.md": {"chunks": chunk_speed, "encode": encode_speed},
     "docs/schemes.md": {
         "catalogue": catalogue,
