@@ -8,6 +8,7 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 # Processes that run tests side by side; 0 is none beside this one.
 WORKERS ?= 2
+SIDE_BY_SIDE = -n $(WORKERS) --dist worksteal
 # How long the C++ kernels are tried on random calls.
 FUZZ_SECONDS ?= 60
 LOWEST_TESTS ?= tests/test_generation.py tests/test_families.py
@@ -36,11 +37,12 @@ PIP_INSTALL := $(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format parity lowest native triton setup clean
+.PHONY: help demo test coverage lint format parity lowest native triton setup clean
 
 help:
 	@echo "make demo     set up and run the demonstration"
-	@echo "make test     set up and run the tests with coverage"
+	@echo "make test     set up and run the tests"
+	@echo "make coverage run the tests, and say which lines none of them runs"
 	@echo "make lint     check style, format and types"
 	@echo "make format   rewrite the files in the project's format"
 	@echo "make parity   compare with other implementations"
@@ -55,7 +57,11 @@ demo: $(VENV)/.stamp-run
 
 test: export HF_HUB_OFFLINE = 1
 test: $(VENV)/.stamp-dev
-	$(PY) -m pytest -m "not parity" -n $(WORKERS) --dist worksteal --cov --cov-report=term $(PYTEST_FLAGS)
+	$(PY) -m pytest -m "not parity" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
+
+coverage: export HF_HUB_OFFLINE = 1
+coverage: $(VENV)/.stamp-dev
+	$(PY) -m pytest -m "not parity" $(SIDE_BY_SIDE) --cov --cov-report=term $(PYTEST_FLAGS)
 
 lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff check .
@@ -73,7 +79,7 @@ parity: $(VENV)/.stamp-parity
 lowest: export HF_HUB_OFFLINE = 1
 lowest: $(VENV_LOWEST)/.stamp
 	$(PY_LOWEST) -c 'import transformers as t; print("transformers", t.__version__)'
-	$(PY_LOWEST) -m pytest -m "not parity" -p no:cacheprovider $(PYTEST_FLAGS) $(LOWEST_TESTS)
+	$(PY_LOWEST) -m pytest -m "not parity" -p no:cacheprovider $(SIDE_BY_SIDE) $(PYTEST_FLAGS) $(LOWEST_TESTS)
 
 native: $(VENV)/.stamp-dev
 	$(ON_PATH) cmake -S native -B build/tests -G Ninja -DKVBITS_MODULE=OFF -DKVBITS_TESTS=ON
