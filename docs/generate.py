@@ -405,7 +405,12 @@ def prompt_speed() -> str:
     return f"{table(head, rows, right=(1, 2, 4, 5))}\n\n{note}"
 
 
-def attention_speed() -> str:
+ATTENTION_SHORT = ("int8", "fp8", "int4", "kivi4", "int2", "kivi2", "int4+pre-rope", "rot4+centred", "int4-1%")
+"""Of the formats that attention was timed with, those of the short form of the table."""
+
+
+def attention_speed(schemes: Sequence[str] = ()) -> str:
+    """One decode step of one layer, of ``schemes`` or all."""
     data = result("attend")
     bandwidth = data["read_bytes_per_second"]
     head = (
@@ -430,7 +435,7 @@ def attention_speed() -> str:
             f"{row['error']:.0e}",
         )
         for row in data["rows"]
-        if row["kind"] == "decode"
+        if row["kind"] == "decode" and (not schemes or row["scheme"] in schemes)
     ]
     first = data["rows"][0]
     what = (
@@ -726,7 +731,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "schemes": readme_schemes,
         "decode": decode_speed,
         "prefill": prompt_speed,
-        "attend": attention_speed,
+        "attend": functools.partial(attention_speed, ATTENTION_SHORT),
         "memory": peak_memory,
         "quality": quality,
         "paper_short": functools.partial(paper_table, PAPER_SHORT),
@@ -739,7 +744,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/save.md": {"load": loading},
     "docs/serve.md": {"serve_load": serving},
-    "docs/kernels.md": {"chunks": chunk_speed, "encode": encode_speed},
+    "docs/kernels.md": {"steps": attention_speed, "chunks": chunk_speed, "encode": encode_speed},
     "docs/schemes.md": {
         "catalogue": catalogue,
         "grammar": grammar,
