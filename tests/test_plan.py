@@ -420,14 +420,18 @@ def config_of(name: str, **changes: Any) -> hf.PreTrainedConfig:
     return getattr(hf, family.config)(**options)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_an_encoder_decoder_is_planned_with_its_own_cache(name: str) -> None:
-    """Self-attention of what it wrote, and cross-attention to what it read."""
-    shape = shape_of_config(config_of(name), name, torch.float32)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("t5", {}), ("t5", {"num_decoder_layers": 1}), ("t5", {"num_decoder_layers": 3}), ("bart", {"decoder_layers": 3})],
+)
+def test_an_encoder_decoder_is_planned_with_its_own_cache(name: str, changes: dict[str, int]) -> None:
+    """Self-attention of what it wrote, and cross-attention to what it read; encoders may have more layers, or fewer."""
+    shape = shape_of_config(config_of(name, **changes), name, torch.float32)
+    assert len(shape.layers) == next(iter(changes.values()), 2)
+    assert shape.weights is not None and len(shape.weights.layers) == len(shape.layers)
     assert shape.encodes and shape.refusal is not None and "encoder-decoder" in shape.refusal
-    model = zoo.build_any(name)
-    text = model.config.get_text_config(decoder=True)
-    parts = [hf.DynamicCache(config=text) for _ in range(2)]
+    model = zoo.build_any(name, **changes)
+    parts = [hf.DynamicCache() for _ in range(2)]
     with torch.no_grad():
         model(
             input_ids=zoo.prompt(2, 37), decoder_input_ids=zoo.prompt(2, 21), use_cache=True,
@@ -573,6 +577,27 @@ def test_context_parallel_splits_tokens() -> None:
     assert all(need.cache.count.sinks == ends[0].cache.count.sinks > 0 for need in ends)
 
 
+def test_devices_that_do_not_divide_the_tokens_add_up() -> None:
+    """5,003 tokens on 4 devices are 1,251 three times and 1,250; of 3 tokens, 8 devices hold 1 each or none."""
+    for context, devices in ((5003, 4), (3, 8)):
+        (one,), parts = (needs("llama-2-7b", "exact", n, "context", context) for n in (1, devices))
+        assert sum(need.cache.count.total for need in parts) == one.cache.count.total
+        assert sum(need.cache.elements for need in parts) == one.cache.elements
+    shape, exact = config_of("t5"), Scheme.parse("exact")
+    setting = Setting(shape_of_config(shape, dtype=torch.float32), 21, source_tokens=37, devices=4, split="context")
+    one = fit.needs(replace(setting, devices=1), exact)[0].cache.count.total
+    assert sum(need.cache.count.total for need in fit.needs(setting, exact)) == one
+
+
+def test_new_tokens_are_on_the_devices_that_hold_the_end() -> None:
+    setting = Setting(of_numbers(2, 2, 64), 8000, steps=3000, devices=4, split="context")
+    scheme = Scheme.parse("kivi4")
+    prompt, _, mixed, grown = (need.cache for need in fit.needs(setting, scheme))
+    assert prompt == memory.cache(setting.shape, scheme, History.of(2000))
+    assert mixed == memory.cache(setting.shape, scheme, History.of(2000, 1000))
+    assert grown == memory.cache(setting.shape, scheme, History.of(2000, 2000))
+
+
 def test_ten_million_tokens_fit_on_eight_devices_by_heads_in_the_papers_bits_only() -> None:
     setting = Setting(shape_of("llama-7b"), 10**7, memory_bytes=80 * GIB, devices=8, split="tensor", chunk=1024)
     (row,) = plan(setting, ["nuq2"]).rows
@@ -697,7 +722,11 @@ def test_a_quantized_checkpoint_says_how_many_bits_it_has() -> None:
         ({"weights": "int5"}, "allowed are auto, fp32"),
         ({"weights": "file"}, "GGUF file or a folder"),
         ({"logits": "some"}, "allowed are last, all"),
-        ({"memory_bytes": 10, "reserve_bytes": 10}, "--reserve takes all"),
+        ({"memory_bytes": 2**30, "reserve_bytes": 2**30}, "--reserve 1.00 GiB takes all of the memory of 1.00 GiB"),
+        ({"reserve_bytes": 10}, "give --gpu or --memory, too"),
+        ({"source_tokens": 7}, "--source 7 is an encoder's text, and 2 x 2 x 64 has none"),
+        ({"split": "rows"}, "^--split rows is unknown"),
+        ({"devices": 0}, "^--devices 0 is no number"),
     ],
 )
 def test_nonsense_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -749,6 +778,10 @@ def test_notes_say_what_a_reader_should_know() -> None:
     for part in ("21 of 42 layers have a window", "made for 8,192 tokens", "nuq3 needs a calibration", "--reserve 1GiB",
                  "does not run a tensor split", "the exact cache fits", "--chunk 2048"):  # fmt: skip
         assert part in notes
+    assert [name for name in PRESETS if "no sdpa" in "".join(plan(Setting(shape_of(name), 9), ["exact"]).notes)] == [
+        "gemma-2-9b",
+        "gpt-oss-20b",
+    ]
     numbers = Setting(of_numbers(2, 2, 64), 10, memory_bytes=GIB)
     assert "widths are not known" in "\n".join(plan(numbers, ["exact"]).notes)
 
@@ -778,7 +811,12 @@ def measured_peak(model: hf.PreTrainedModel, scheme: str, batch: int, calls: lis
     return before + most - cache.nbytes.total
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+LATENT = dict(hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32,
+              q_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=48)  # fmt: skip
+"""Values as wide as keys: without a matrix of scores on a CPU."""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3", "deepseek-v3"])
 @pytest.mark.parametrize(
     ("scheme", "batch", "calls"),
     [("exact", 1, [800]), ("int4", 2, [500]), ("default", 1, [300, 300, 300]), ("exact", 2, [200, 200, 200])],
@@ -786,12 +824,17 @@ def measured_peak(model: hf.PreTrainedModel, scheme: str, batch: int, calls: lis
 def test_the_peak_of_a_prompt_is_near_what_torch_allocates(
     name: str, scheme: str, batch: int, calls: list[int]
 ) -> None:
-    """The estimate lies above what is measured, by less than a half of it; in one piece and in chunks."""
+    """The estimate lies above what is measured, by less than a half of it; in one piece and in chunks.
+
+    For latents it is rougher, to both sides.
+    """
     dtype = random.Random(name + scheme).choice([torch.bfloat16, torch.float32])
-    model = zoo.build(name, dtype, max_position_embeddings=2048, **WIDE)
+    wide = LATENT if name == "deepseek-v3" else WIDE
+    model = zoo.build(name, dtype, max_position_embeddings=2048, **wide)
     setting = Setting(shape_of_config(model.config, name, dtype), sum(calls), chunk=calls[0], batch=batch)
     foretold = fit.needs(setting, Scheme.parse(scheme))[0].peak
-    assert foretold / 1.5 <= measured_peak(model, scheme, batch, calls) <= foretold
+    most = 1.5 * foretold if name == "deepseek-v3" else foretold
+    assert foretold / 1.5 <= measured_peak(model, scheme, batch, calls) <= most
 
 
 def test_the_formula_of_the_peak() -> None:
@@ -805,6 +848,10 @@ def test_the_formula_of_the_peak() -> None:
     gemma = shape_of("gemma-2-9b")
     layer = 10**5 * (4 * 3584 + 2 * 256 + 2 * (4096 + 4096)) * 2
     assert bytes_of(gemma, 10**5, 10**5) == layer + 3 * 10**10 + 256_000 * 6
+    latents = shape_of("deepseek-v3")  # 128 heads with keys of 192 and values of 128, made of all 9,000 at each call
+    always, head = 1000 * (4 * 7168 + 2 * 512) * 2, 129_280 * 6
+    made = 2 * (1000 * 128 * 192 + 9000 * 128 * (192 + 128)) * 2
+    assert bytes_of(latents, 1000, 9000) == always + made + 1000 * 9000 + head
     assert bytes_of(of_numbers(2, 2, 64), 1000, 1000) == bytes_of(shape, 0, 0) == 0
 
 

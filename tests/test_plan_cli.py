@@ -86,6 +86,23 @@ def test_tables_fit_a_terminal() -> None:
         assert part in text
 
 
+def test_no_terminal_is_too_narrow_for_a_figure() -> None:
+    shown = []
+    for columns in ("80", "15"):
+        result = CliRunner().invoke(app, ["plan", "llama-3.1-8b", "--gpu", "h100"], env={"COLUMNS": columns})
+        shown.append(" ".join(line for line in result.stdout.splitlines() if line[:1] in "│┃").split())
+    assert shown[0] == shown[1] and "exact" in shown[1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+@pytest.mark.parametrize("option", [[], ["--json"], ["--csv", "-"]])
+def test_a_full_disk_behind_standard_output(option: list[str]) -> None:
+    words = [sys.executable, "-m", "kvbits.cli", "plan", *NUMBERS, "--schemes", "int4", *option]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, env=dict(os.environ))
+    assert done.returncode and done.stderr == "error: [Errno 28] No space left on device\n"
+
+
 def test_csv(tmp_path: Path) -> None:
     arguments = ["smollm2-135m", "--schemes", "exact;int4,residual=64", "--memory", "1GiB"]
     file = tmp_path / "plan.csv"
@@ -109,8 +126,10 @@ def test_a_picture(ending: str, tmp_path: Path) -> None:
     assert code == 0, errors
     start = file.read_bytes()[:200]
     assert start.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in start
-    code, _, errors = run("smollm2-135m", "--picture", str(tmp_path / "plan.none"))
-    assert code == 2 and "plan.none" in errors and "png" in errors
+    for name in ("plan.none", "plan"):
+        code, _, errors = run("smollm2-135m", "--picture", str(tmp_path / name))
+        assert code == 2 and f"{name}" in errors and "png" in errors
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_picture_has_the_lines_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +160,14 @@ def test_a_page(tmp_path: Path) -> None:
     code, _, errors = run("smollm2-135m", "--page", str(file), "--schemes", "int4,fp8")
     assert code == 0, errors
     assert file.read_text().startswith("<!DOCTYPE html>") and "SmolLM2 135M" in file.read_text()
+
+
+@pytest.mark.parametrize("option", ["--page", "--csv"])
+@pytest.mark.parametrize("name", ["folder", "a" * 300])
+def test_a_file_that_cannot_be_written_is_named(option: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    code, _, errors = run(*NUMBERS, option, str(tmp_path / name))
+    assert code == 2 and errors.startswith(f"error: {tmp_path / name}: ") and errors.count("\n") == 1
 
 
 def test_measured_quality_is_shown_and_chosen_by(tmp_path: Path) -> None:
@@ -278,6 +305,36 @@ def test_a_window_that_no_layer_is_said_to_have(tmp_path: Path) -> None:
     assert "does not say for which layers" in planned(str(file))["notes"][0]
 
 
+def test_an_encoder_decoder_in_a_gguf_file(tmp_path: Path) -> None:
+    """Its layers hold the encoder's text, too, and those of the encoder hold nothing; kvbits does not serve it."""
+    tensors = {"token_embd.weight": (32, 8), "enc.blk.0.attn_q.weight": (4, 4), "dec.blk.1.attn_q.weight": (3, 5)}
+    file = gguf_file(tmp_path / "model.gguf", "t5", tensors, **COMMON, decoder_block_count=2)
+    shape = shape_of_gguf(file)
+    assert shape.encodes and shape.weights is not None and shape.weights.layers == (0, 15)
+    found = planned(str(file), "--context", "100", "--source", "300")
+    assert found["schemes"][0]["real_bytes"] == 2 * 4 * (16 + 16) * 4 * (100 + 300)
+    code, _, errors = run(str(file), "--schemes", "int4")
+    assert code == 2 and "int4: T5 is an encoder-decoder" in errors
+
+
+@pytest.mark.parametrize(("architecture", "fields"), [("bert", {"attention__causal": 0}), ("t5encoder", {})])
+def test_a_gguf_file_of_an_encoder(architecture: str, fields: dict[str, int], tmp_path: Path) -> None:
+    code, _, errors = run(str(gguf_file(tmp_path / "model.gguf", architecture, **COMMON, **fields)))
+    assert code == 2 and "generates no text, so it has no KV cache to plan" in errors
+
+
+def test_states_in_gguf_files(tmp_path: Path) -> None:
+    """llama.cpp, ``n_embd_r`` and ``n_embd_s``: of RWKV, of Kimi's delta attention, and of Falcon-H1 beside K and V."""
+    none, file = {**COMMON, "attention__head_count": 0, "attention__head_count_kv": 0}, tmp_path / "model.gguf"
+    assert kinds(gguf_file(file, "rwkv7", **none, wkv__head_size=16)) == [4 * 64 * (2 + 16)] * 6
+    mixed = {"attention__head_count_kv": [0, 0, 4] * 2, "kda__head_dim": 8, "ssm__conv_kernel": 4}
+    assert kinds(gguf_file(file, "kimi-linear", **COMMON, **mixed))[:2] == [4 * 4 * (3 * 3 * 8 + 8 * 8)] * 2
+    states = {"ssm__conv_kernel": 4, "ssm__inner_size": 32, "ssm__state_size": 8, "ssm__group_count": 1}
+    both = planned(str(gguf_file(file, "falcon-h1", **COMMON, **states)), "--context", "10")
+    assert [row["name"] for row in both["schemes"]] == ["exact"]
+    assert both["schemes"][0]["real_bytes"] == 6 * (4 * (3 * (32 + 2 * 8) + 8 * 32) + 10 * 4 * (16 + 16) * 4)
+
+
 def test_weights_of_a_gguf_file_are_counted_where_they_lie(tmp_path: Path) -> None:
     tensors = {"token_embd.weight": (32, 8), "blk.0.attn_q.weight": (4, 4), "blk.5.ffn_up.weight": (3, 5),
                "output_norm.weight": (7,), "output.weight": (32, 9)}  # fmt: skip
@@ -316,14 +373,15 @@ def test_a_gguf_file_and_the_config_that_transformers_reads_agree(tmp_path: Path
 def test_sizes_of_memories() -> None:
     assert bytes_of("24GiB") == bytes_of(" 24 gib") == 24 * 2**30
     assert bytes_of("80GB") == 80 * 10**9 and bytes_of("1.5TiB") == 3 * 2**39 and bytes_of("12345") == 12_345
-    for text in ("24G", "x", "", "-1GiB", "0GiB", "1e30", "9" * 30, "10000TiB", "GiB"):
+    assert bytes_of("0", least=0) == 0
+    for text in ("24G", "x", "", "-1GiB", "0GiB", "1e30", "9" * 30, "9" * 400, "9" * 5000, "10000TiB", "GiB"):
         with pytest.raises(ValueError, match="memory"):
             bytes_of(text)
 
 
 def test_numbers_of_parameters() -> None:
     assert count_of("6.7b") == 6_700_000_000 and count_of("350M") == 350_000_000 and count_of("12,345") == 12_345
-    for text in ("", "x", "-7b", "0", "1e30", "9" * 20, "7bb"):
+    for text in ("", "x", "-7b", "0", "1e30", "9" * 20, "9" * 400, "9" * 5000, "7bb"):
         with pytest.raises(ValueError, match="number of parameters"):
             count_of(text)
 
@@ -336,7 +394,7 @@ def test_numbers_of_tokens() -> None:
         2**20,
         10**7,
     ]
-    for text in ("0", "-1", "1e30", "k", "", "1.5k", "10g"):
+    for text in ("0", "-1", "1e30", "k", "", "1.5k", "10g", "9" * 5000):
         with pytest.raises(ValueError, match="is not a number of tokens"):
             tokens_of(text)
 
@@ -346,7 +404,14 @@ def test_gpus_by_name() -> None:
     assert gpu_bytes("4090") == gpu_bytes("RTX_4090") == gpu_bytes("GeForce RTX 4090") == GPU_MIB["rtx-4090"] * MIB
     assert gpu_bytes("M4 Max 64GB") == 48 * 2**30 and gpu_bytes("m1-16gb") == 16 * 2**30 * 2 // 3
     assert gpu_bytes("cpu") == machine_bytes() > 2**28
-    for name, near in (("a100", "a100-40gb or a100-80gb"), ("h1000", "near: h100"), ("abacus", "known: t4")):
+    for name, near in (
+        ("m4", "such as m4-32gb"),
+        ("m2 Max", "m2-max-32gb"),
+        ("m4-0gb", "unknown GPU"),
+        ("a100", "a100-40gb or a100-80gb"),
+        ("h1000", "near: h100"),
+        ("abacus", "known: t4"),
+    ):
         with pytest.raises(ValueError, match=near):
             gpu_bytes(name)
 
@@ -372,12 +437,19 @@ WRONG = {
     "GPU and memory": ([*NUMBERS, "--gpu", "h100", "--memory", "1GiB"], "not both"),
     "unknown memory": ([*NUMBERS, "--memory", "24G"], "write it as 24GiB"),
     "no memory": ([*NUMBERS, "--memory", "0GiB"], "is no device's"),
+    "no memory to keep free of": ([*NUMBERS, "--reserve", "1GiB"], "give --gpu or --memory, too"),
+    "text of no encoder": ([*NUMBERS, "--source", "5"], "--source 5 is an encoder's text"),
+    "two outputs in one": ([*NUMBERS, "--csv", "-", "--json"], "--csv - is not possible beside --json; give a file"),
+    "a page to a pipe": ([*NUMBERS, "--page", "-"], "--page - is not possible; give a file"),
+    "a page of devices": ([*NUMBERS, "--devices", "2", "--chunk", "9", "--page", "x.html"], "or --devices, --chunk"),
     "unknown split": ([*NUMBERS, "--devices", "2", "--split", "rows"], "allowed are pipeline, tensor, context"),
     "too many devices": ([*NUMBERS, "--devices", "40"], "32 layers cannot be split over 40 devices"),
     "unknown weights": ([*NUMBERS, "--weights", "int5"], "allowed are auto"),
     "unknown dtype": ([*NUMBERS, "--dtype", "int4"], "allowed are auto, float32"),
     "unknown model": (["llama-3.1-9b"], "near: llama-3.1-8b"),
     "unknown model, nothing near": (["zzzz/qqqq"], "known without the hub: llama-7b"),
+    "no name": ([""], "'' names no model; give one such as llama-3.1-8b"),
+    "unknown model in brackets": (["[/x]"], "there is no file, folder or preset '[/x]'"),
     "missing file": (["no-such.gguf"], "there is no file no-such.gguf"),
     "missing folder for a page": ([*NUMBERS, "--page", "no-such/x.html"], "there is no folder no-such"),
     "missing results": ([*NUMBERS, "--results", "no-such.json"], "cannot read no-such.json"),
@@ -403,6 +475,18 @@ def test_what_a_user_gets_wrong_is_one_clear_line(arguments: list[str], expected
         ("config.json", '{"model_type": "vit"}', "generates no text"),
         ("config.json", '{"model_type": "llama", "num_hidden_layers": 1000000000}', "layers are no model's"),
         ("config.json", '{"model_type": "llama", "hidden_size": -8}', "-8"),
+        ("config.json", "[" * 100_000, "is no config.json: maximum recursion depth"),
+        (
+            "config.json",
+            '{"model_type": "llama", "dtype": "float8_e4m3fn"}',
+            "float8_e4m3fn are not planned; give --dtype",
+        ),
+        (
+            "config.json",
+            '{"model_type": "llama", "quantization_config": {"bits": "four"}}',
+            "of 'four' bits is no model's",
+        ),
+        ("config.json", '{"model_type": "llama", "quantization_config": {"bits": -4}}', "of -4 bits is no model's"),
         ("config.json", '{"model_type": "llama", "num_hidden_layers": -1}', "-1"),
         ("model.gguf", "GGUF", "is no GGUF file, or damaged"),
         ("model.gguf", "text", "is no GGUF file, or damaged"),
@@ -419,11 +503,13 @@ def test_a_damaged_model_is_one_clear_line(name: str, content: str, expected: st
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"rows": 3}', '{"rows": [{"scheme": "int4"}]}', '{"rows": [null, 7]}',
-                                     '{"rows": [{"scheme": "int5", "kl_mean": 1}]}'])  # fmt: skip
+                                     '{"rows": [{"scheme": "int5", "kl_mean": 1}]}',
+                                     '{"rows": [{"scheme": "int4", "kl_mean": 1' + "0" * 400 + "}]}",
+                                     '{"rows": [{"scheme": "int4", "kl_mean": true}]}'])  # fmt: skip
 def test_results_without_figures(content: str, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(content)
     code, _, errors = run(*NUMBERS, "--results", str(tmp_path / "results.json"))
-    assert code == 2 and "results.json" in errors and "Traceback" not in errors
+    assert code == 2 and f"{tmp_path / 'results.json'} " in errors and "Traceback" not in errors
 
 
 def test_a_gguf_file_that_says_too_little(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvbits.plan.devices import GPU_MIB, MIB
 from kvbits.plan.models import shape_of_config
 from kvbits.plan.names import shape_of
 from kvbits.plan.plan import plan
-from kvbits.plan.setting import WEIGHT_BITS, Setting
+from kvbits.plan.setting import WEIGHTS, Setting
 from kvbits.plan.shapes import Shape, of_numbers
 from kvbits.scheme import Scheme
 
@@ -31,7 +32,10 @@ MODELS = ("llama-7b", "llama-3.1-8b", "gemma-2-9b", "gpt-oss-20b", "deepseek-v3"
 def shapes() -> dict[str, Shape]:
     """Presets, and a tiny hybrid of linear attention and head dimensions of its own."""
     tiny = zoo.build_any("qwen3-next")
-    return {**{name: shape_of(name) for name in MODELS}, "planned": shape_of_config(tiny.config, "tiny")}
+    planned = shape_of_config(tiny.config, "tiny")
+    assert planned.weights is not None
+    planned = replace(planned, weights=replace(planned.weights, file_bytes=123_456_789))
+    return {**{name: shape_of(name) for name in MODELS}, "planned": planned}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,7 @@ def settings(count: int, names: list[str]) -> list[dict[str, Any]]:
             "context": choose.choice([context, choose.randrange(1, 700)]),
             "batch": choose.choice([1, 1, 2, 7, 64]),
             "memory": round(2 ** choose.uniform(20, 40)),
-            "weights": choose.choice(["auto", *WEIGHT_BITS]),
+            "weights": choose.choice(WEIGHTS),
             "name": choose.choice(names),
             "layers": choose.choice([1, 2, 33]), "heads": choose.choice([1, 5, 32]),
             "dim": choose.choice(page.HEAD_DIMS), "parameters": choose.choice([0, 10**9 + 7]),
@@ -79,11 +83,11 @@ def in_python(one: dict[str, Any], shapes: dict[str, Shape]) -> dict[str, Any]:
     shape = shapes.get(one["model"])
     if shape is None:
         shape = of_numbers(one["layers"], one["heads"], one["dim"], parameters=one["parameters"] or None)
-    setting = Setting(
-        shape, one["context"], batch=one["batch"], memory_bytes=one["memory"], weights=one["weights"],
-        source_tokens=one["context"],
-    )  # fmt: skip
     try:
+        setting = Setting(
+            shape, one["context"], batch=one["batch"], memory_bytes=one["memory"], weights=one["weights"],
+            source_tokens=one["context"] if shape.encodes else 0,
+        )  # fmt: skip
         (row,) = plan(setting, [one["name"]]).rows
     except ValueError as error:
         return {"error": str(error)}
@@ -121,6 +125,39 @@ def test_the_page_has_the_numbers_of_python(shown: Page, shapes: dict[str, Shape
             else:
                 assert found[name] == value, (one, name)
     assert 0 < errors < len(asked) // 4  # overrides of layers that there are not
+
+
+def test_an_encoder_s_text_counts_on_the_page(shown: Page) -> None:
+    """Its keys and values, and the peak of reading it, also where fewer tokens follow."""
+    shape = shape_of_config(zoo.build_any("t5").config, "t5", torch.float32)
+    asked = {"context": 3000, "batch": 2, "memory": GIB // 4, "weights": "none"}
+    found = shown.evaluate(f"planOne({json.dumps(page.model('t5', shape))}, 'exact', {json.dumps(asked)})")
+    right = in_python({**asked, "model": "t5", "name": "exact"}, {"t5": shape})
+    assert right["max_context"] > 3000
+    for name in ("real_bytes", "peak", "total", "max_context", "max_batch"):
+        assert found[name] == right[name], name
+
+
+def test_the_page_begins_with_the_setting(shapes: dict[str, Shape]) -> None:
+    start = Setting(shapes["planned"], 5000, memory_bytes=3 * GIB, reserve_bytes=GIB, weights="file")
+    data = page.data(plan(start, ["exact"]), [])
+    assert (data["start"]["memory"], data["start"]["weights"]) == (2 * GIB, "file")
+    assert "file" not in page.data(plan(Setting(shapes["llama-7b"], 9), ["exact"]), [])["weights"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"devices": 2}, "--devices"),
+        ({"steps": 9, "chunk": 9}, "--new-tokens, --chunk"),
+        ({"sliding": True}, "--sliding"),
+        ({"logits": "all"}, "--logits"),
+    ],
+)
+def test_what_is_not_on_the_page_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"on one device: leave out --page, or {named}$"):
+        page.write(plan(Setting(shape_of("llama-7b"), 100, **changes), ["exact"]), tmp_path / "x.html", [])
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_the_page_writes_is_what_it_computes(shown: Page, shapes: dict[str, Shape]) -> None:

@@ -23,7 +23,7 @@ try:
         serve,
         tasks,
     )  # fmt: skip
-    from kvbits.cli.common import out
+    from kvbits.cli.common import out, reason
 except KeyboardInterrupt:  # torch takes seconds to import, and main() is not there yet to end quietly
     raise SystemExit(130) from None
 
@@ -77,10 +77,18 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 def main() -> None:
     """The entry point: an interruption or a closed pipe ends quietly, as in other command-line programs."""
+    if sys.stdout is None:
+        raise SystemExit("error: standard output is closed")
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
         sys.stderr.close()
         raise SystemExit(141) from None
+    except OSError as error:  # a full disk behind standard output, which is written to once more at the end
+        sys.stdout = None  # type: ignore[assignment]
+        raise SystemExit(f"error: {reason(error)}") from None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,6 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.status import Status
 
 out, err = Console(), Console(stderr=True)
 
@@ -63,7 +65,7 @@ def load_tokenizer(name: str) -> Any:
     logging.disable_progress_bar()
     missing = f"{name} has a model, but no tokenizer that can be loaded, and text needs one: "
     what = missing if Path(name).is_dir() else f"cannot load {name!r}: "
-    with err.status(f"loading the tokenizer of {name}"):
+    with working(f"loading the tokenizer of {name}"):
         return attempt(load_one, name, what=what)
 
 
@@ -71,10 +73,15 @@ def load_model(name: str, dtype: str, device: str) -> Any:
     """The model itself, on its device."""
     from kvbits.hf.loading import load_model as load_one
 
-    with err.status(f"loading {name}"):
+    with working(f"loading {name}"):
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         model = attempt(load_one, name, dtype=kind, what=f"cannot load {name!r}: ")
         return attempt(model.to, device, what=f"cannot use the device {device!r}: ")
+
+
+def working(what: str) -> Status:
+    """A sign on standard error that something is being done, in words that may be a user's."""
+    return err.status(escape(what))
 
 
 def bars() -> Progress:
@@ -111,7 +118,7 @@ def tokens_of(text: str) -> int:
     Raises:
         ValueError: for anything else, and for 0.
     """
-    match = re.fullmatch(r"0*([1-9]\d*)([km]?)", text.strip().lower())
+    match = re.fullmatch(r"0*([1-9]\d{0,99})([km]?)", text.strip().lower())
     if match is None:
         raise ValueError(f"{text.strip()!r} is not a number of tokens; give one such as 512, 2k (2,048) or 1m")
     return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2]]

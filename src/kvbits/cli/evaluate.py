@@ -25,6 +25,7 @@ from kvbits.cli.common import (
     load_tokenizer,
     out,
     results_file,
+    working,
 )
 from kvbits.files import load_calibration
 from kvbits.scheme import split_schemes
@@ -157,7 +158,7 @@ def _text(file: Path | None, dataset: str | None, field: str | None) -> Text:
     if file is None and field is not None:
         fail(f"--field {field} is of a file: give it with --text")
     if dataset is not None:
-        with err.status(f"loading {dataset}"):
+        with working(f"loading {dataset}"):
             return attempt(text.dataset, dataset)
     return text.builtin() if file is None else attempt(text.read, file, field)
 

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvbits.cli.common import attempt, err, fail, out, tokens_of
+from kvbits.cli.common import attempt, fail, out, tokens_of, working
 from kvbits.scheme import split_schemes
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SCHEMES = "exact,fp8,default,kivi4,small"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _NUMBERS = "Instead of a model"
+_LEAST_WIDTH = 80
 
 
 def plan(
@@ -45,7 +46,9 @@ def plan(
     context: Annotated[str, typer.Option(help="Tokens in the cache: 65536, 64k (65,536) or 1m (1,048,576).")] = "8k",
     new_tokens: Annotated[str | None, typer.Option(help="Of these, tokens that were generated one by one.")] = None,
     chunk: Annotated[str | None, typer.Option(help="Tokens of the prompt read at a time; default: all of it.")] = None,
-    source: Annotated[str | None, typer.Option(help="Tokens of an encoder's text; default: as many.")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Tokens of an encoder's text; default: as many as in the cache.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     schemes: Annotated[
         str | None, typer.Option(help=f"A list such as exact,kivi4,residual=64,nuq3-1%; default: {_SCHEMES}.")
@@ -78,8 +81,12 @@ def plan(
     Says how long a context and how large a batch fit into a memory. Real bytes are those of a live cache after the same
     calls: a prompt in one piece, or in chunks, and then single steps. Beside them stands the papers' own arithmetic.
     """
-    for file in (csv_file, picture, page):
-        if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
+    for option, file in (("--csv", csv_file), ("--picture", picture), ("--page", page)):
+        if file is None:
+            continue
+        if str(file) == "-" and (as_json or option != "--csv"):
+            fail(f"{option} - is not possible{' beside --json' if option == '--csv' else ''}; give a file")
+        if str(file) != "-" and not file.absolute().parent.is_dir():
             fail(f"{file}: there is no folder {file.parent}")
     from kvbits.plan.plan import plan as make
 
@@ -139,17 +146,17 @@ def _setting(
     if gpu is not None and memory is not None:
         raise ValueError("give --gpu or --memory, not both")
     limit = bytes_of(memory) if memory is not None else None if gpu is None else gpu_bytes(gpu)
-    tokens = tokens_of(context)
+    tokens, shape = tokens_of(context), _shape(model, numbers, parameters, dtype, turned)
     return Setting(
-        shape=_shape(model, numbers, parameters, dtype, turned),
+        shape=shape,
         context=tokens,
         steps=0 if new_tokens is None else tokens_of(new_tokens),
         chunk=None if chunk is None else tokens_of(chunk),
         batch=batch,
-        source_tokens=tokens if source is None else tokens_of(source),
+        source_tokens=tokens_of(source) if source is not None else tokens if shape.encodes else 0,
         sliding=sliding,
         memory_bytes=limit,
-        reserve_bytes=0 if reserve is None else bytes_of(reserve),
+        reserve_bytes=0 if reserve is None else bytes_of(reserve, least=0),
         devices=devices,
         split=split,
         weights=weights,
@@ -176,7 +183,7 @@ def _shape(
     if model is not None:
         if any(given):
             raise ValueError("give a model, or --layers, --kv-heads and --head-dim, not both")
-        with err.status(f"reading the sizes of {model}"):
+        with working(f"reading the sizes of {model}"):
             return shape_of(model, kind, turned)
     if layers is None or kv_heads is None or head_dim is None:
         raise ValueError("name a model, such as llama-3.1-8b, or give all of --layers 32 --kv-heads 8 --head-dim 128")
@@ -190,11 +197,14 @@ def _shape(
 def _print(found: Plan) -> None:
     setting = found.setting
     out.print(_title(setting), highlight=False, markup=False, soft_wrap=True)
-    out.print(_cache_table(found))
+    tables = [_cache_table(found)]
     if setting.shape.weights is not None or setting.memory_bytes is not None:
-        out.print(_memory_table(found))
+        tables.append(_memory_table(found))
     if setting.devices > 1:
-        out.print(_devices_table(found))
+        tables.append(_devices_table(found))
+    for table in tables:  # a terminal that is narrower breaks lines, but hides no figure
+        table.width = None if out.width >= _LEAST_WIDTH else _LEAST_WIDTH
+        out.print(table, crop=False)
     for line in _lines(found):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -211,8 +221,9 @@ def _cache_table(found: Plan) -> Table:
     measured = any(row.figures for row in found.rows)
     table = _table("the cache", *columns, *(["KL"] if measured else []))
     for row in found.rows:
+        bits = f"{row.real.bits_per_element:.2f}" if row.real.elements else "-"  # nothing is in kvbits' hands
         cells = [
-            f"{row.paper_bits:.2f}", _gib(row.paper_bytes), f"{row.real.bits_per_element:.2f}",
+            f"{row.paper_bits:.2f}", _gib(row.paper_bytes), bits,
             _gib(row.real.count.total), f"{row.bytes_per_token / 2**10:,.2f}",
         ]  # fmt: skip
         if measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import secrets
@@ -50,11 +51,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Where ``path`` is a link its target is replaced, and a file that is there keeps its permissions. Parts that killed
     processes have left beside ``path`` are removed.
+
+    Raises:
+        OSError: of ``path``, where no file can be written there.
     """
     path = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     sweep(path.parent, f".{glob.escape(path.name)}.*.part")
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
-    held = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+    try:
+        held = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+    except OSError as error:  # nobody knows the name of the part
+        raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         try:
             _lock(held, wait=True)

@@ -51,10 +51,12 @@ def gpu_bytes(name: str) -> int:
     plain = _ALIASES.get(plain, plain)
     if plain == "cpu":
         return machine_bytes()
-    if match := re.fullmatch(r"m[1-9](?:-(?:pro|max|ultra))?-(\d{1,3})gb", plain):
+    if match := re.fullmatch(r"m[1-9](?:-(?:pro|max|ultra))?-([1-9]\d{0,2})gb", plain):
         return _unified_bytes(int(match[1]) * 2**30)
     if plain in GPU_MIB:
         return GPU_MIB[plain] * MIB
+    if re.fullmatch(r"m[1-9](-(pro|max|ultra))?", plain):
+        raise ValueError(f"{name} comes with memories of many sizes: give it, too, such as {plain}-32gb")
     if plain in _AMBIGUOUS:
         raise ValueError(f"there are two kinds of {name}: give {' or '.join(_AMBIGUOUS[plain])}")
     near = difflib.get_close_matches(plain, [*GPU_MIB, *_ALIASES], 3, 0.5)
@@ -77,19 +79,19 @@ def machine_bytes() -> int:
         return total
 
 
-def bytes_of(text: str) -> int:
-    """Read ``24GiB``, ``80GB`` or a number of bytes.
+def bytes_of(text: str, least: int = 1) -> int:
+    """Read ``24GiB``, ``80GB`` or a number of bytes, ``least`` or more.
 
     Raises:
         ValueError: for anything else, and for sizes that no device has.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]*)", re.sub(r"[\s_,]", "", text.lower()))
+    match = re.fullmatch(r"(\d{1,99}(?:\.\d+)?)([a-z]*)", re.sub(r"[\s_,]", "", text.lower()))
     if match is None or match[2] not in _UNITS:
         near = f"; {text}ib is binary, {text}b decimal" if match is not None and match[2] in "kmgt" else ""
         raise ValueError(f"{text!r} is no size of a memory; write it as 24GiB (2^30 bytes) or 24GB (10^9 bytes){near}")
     size = math.floor(float(match[1]) * _UNITS[match[2]])
-    if not 1 <= size <= MOST_BYTES:
-        raise ValueError(f"a memory of {text} is no device's; give 1 byte to {MOST_BYTES // 2**50} PiB")
+    if not least <= size <= MOST_BYTES:
+        raise ValueError(f"a memory of {text} is no device's; give {least} B to {MOST_BYTES // 2**50} PiB")
     return size
 
 
@@ -99,7 +101,7 @@ def count_of(text: str) -> int:
     Raises:
         ValueError: for anything else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbt]?)", re.sub(r"[\s_,]", "", text.lower()))
+    match = re.fullmatch(r"(\d{1,99}(?:\.\d+)?)([kmbt]?)", re.sub(r"[\s_,]", "", text.lower()))
     number = round(float(match[1]) * _COUNTS[match[2]]) if match else 0
     if not 1 <= number <= 10**15:
         raise ValueError(f"{text!r} is no number of parameters; write it as 6.7b or 350m")

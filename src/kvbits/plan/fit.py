@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbits.plan import memory, peak
-from kvbits.plan.memory import Real
+from kvbits.plan.memory import History, Real
 from kvbits.plan.setting import MOST_BATCH, MOST_TOKENS, Setting, weights_bytes
+from kvbits.plan.shapes import Shape
 from kvbits.plan.split import Share, shares
 from kvbits.scheme import Scheme
 
@@ -79,24 +80,29 @@ def _needs(setting: Setting, scheme: Scheme, split: list[Share], context: int, b
     known: dict[tuple[object, ...], Need] = {}
     needs = []
     for share in split:
-        layers = share.shape.layers
-        own = tuple(stored[share.first : share.first + len(layers)])
-        key = (layers, own, share.shape.weights, share.shape.widths, share.parts)
+        history, source = setting.history(context, share.tokens(context)), len(share.tokens(setting.source_tokens))
+        key = (id(share.shape), history, source)
         if key not in known:
-            known[key] = _need(setting, share, own, scheme.needs_calibration, context, batch)
+            own = tuple(stored[share.first : share.first + len(share.shape.layers)])
+            known[key] = _need(setting, share.shape, own, scheme.needs_calibration, history, source, batch)
         needs.append(known[key])
     return needs
 
 
 def _need(
-    setting: Setting, share: Share, own: tuple[Scheme | None, ...], calibrated: bool, context: int, batch: int
+    setting: Setting,
+    shape: Shape,
+    own: tuple[Scheme | None, ...],
+    calibrated: bool,
+    history: History,
+    source: int,
+    batch: int,
 ) -> Need:
-    shape, source = share.shape, share.tokens(setting.source_tokens)
-    history = setting.history(share.tokens(context))
     held = memory.of_layers(shape.layers, own, history, batch, calibrated, source)
     extra = 0
     if shape.widths is not None:
-        piece, packs = max(tokens for tokens, _ in history.runs), any(one is not None and one.packs for one in own)
+        piece = max([source, *(tokens for tokens, _ in history.runs)])
+        packs = any(one is not None and one.packs for one in own)
         extra = peak.activation_bytes(shape, piece, history.tokens, batch, packs, setting.logits)
         pairs = set(zip(shape.layers, own, strict=True))
         each = (memory.of_layer(*pair, history, batch, calibrated, source).count.total for pair in pairs)

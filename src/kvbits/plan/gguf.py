@@ -18,6 +18,12 @@ from kvbits.plan.shapes import MOST_LAYERS, Attention, Layer, Shape, Weights, Wi
 _EVERY = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "exaone4": 4}
 """Architectures whose files do not say which layers have the window: all but each n-th (llama.cpp, set_swa_pattern)."""
 
+_REFUSED = {
+    "t5": "T5 is an encoder-decoder, which kvbits does not serve",
+    "falcon-h1": "every layer of Falcon-H1 is attention and state space at once, which kvbits does not serve",
+}
+"""Why, by architecture; their own exact cache can be planned."""
+
 _STATE_BYTES = torch.float32.itemsize
 
 
@@ -30,7 +36,7 @@ def shape_of_gguf(path: str | Path, name: str | None = None, dtype: torch.dtype 
         dtype: of exact keys and values; None is float32, as which Transformers loads the weights.
 
     Raises:
-        ValueError: for a file that is not GGUF, or does not say what a plan needs.
+        ValueError: for a file that is not GGUF, or does not say what a plan needs, or whose model generates no text.
         ModuleNotFoundError: if the package gguf is not installed.
     """
     path, dtype = Path(path), dtype or torch.float32
@@ -38,14 +44,17 @@ def shape_of_gguf(path: str | Path, name: str | None = None, dtype: torch.dtype 
         raise ValueError(f"there is no file {path}")
     readers = [_open(part) for part in _parts(path)]
     fields = _Fields(readers[0], path)
-    count = fields.number("block_count")
+    if fields.architecture == "t5encoder" or not fields.number("attention.causal", 1):
+        raise ValueError(f"{path}: {fields.architecture!r} generates no text, so it has no KV cache to plan")
+    count = fields.number("decoder_block_count", fields.number("block_count"))
     if not 1 <= count <= MOST_LAYERS:
         raise ValueError(f"{path}: {count:,} layers are no model's; 1 to {MOST_LAYERS:,} are planned")
     layers, notes = _layers(fields, count, dtype)
     tensors = [tensor for reader in readers for tensor in reader.tensors]
     return Shape(
         name or path.name, tuple(layers), dtype, _weights(tensors, count), _widths(fields),
-        fields.number("context_length", 0) or None, str(path), notes=tuple(notes),
+        fields.number("context_length", 0) or None, str(path), _REFUSED.get(fields.architecture),
+        encodes=fields.architecture == "t5", notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -129,7 +138,9 @@ def _layers(fields: _Fields, count: int, dtype: torch.dtype) -> tuple[list[Layer
             own, here, there = 1, fields.number("attention.kv_lora_rank"), fields.number("rope.dimension_count")
         attention = Attention(own, here, there, dtype, dtype, windows[index])
         # A layer with a window keeps its length in a tensor of its own.
-        layers.append(Layer(attention, 8 * (windows[index] is not None), 0, attention.token_bytes))
+        fixed, token = 8 * (windows[index] is not None), attention.token_bytes
+        states = _state_bytes(fields) if fields.architecture == "falcon-h1" else 0
+        layers.append(Layer(attention, fixed, states, token, token if fields.architecture == "t5" else 0))
     return layers, notes
 
 
@@ -151,8 +162,13 @@ def _windows(fields: _Fields, count: int) -> tuple[list[int | None], list[str]]:
 
 def _state_bytes(fields: _Fields) -> int:
     """Of a recurrent layer and a row: llama.cpp, ``n_embd_r`` and ``n_embd_s``."""
+    hidden, heads = fields.number("embedding_length"), fields.number("attention.head_count", 0)
+    if head := fields.number("wkv.head_size", 0):
+        return _STATE_BYTES * hidden * (fields.number("token_shift_count", 2) + head)
     if fields.has("shortconv.l_cache"):
-        return _STATE_BYTES * fields.number("embedding_length") * (fields.number("shortconv.l_cache") - 1)
+        return _STATE_BYTES * hidden * (fields.number("shortconv.l_cache") - 1)
+    if head := fields.number("kda.head_dim", 0):
+        return _STATE_BYTES * heads * head * (3 * (fields.number("ssm.conv_kernel", 4) - 1) + head)
     inner, state = fields.number("ssm.inner_size", 0), fields.number("ssm.state_size", 0)
     mixed = inner + 2 * fields.number("ssm.group_count", 0) * state
     return _STATE_BYTES * (max(0, fields.number("ssm.conv_kernel", 1) - 1) * mixed + state * inner)
@@ -162,7 +178,7 @@ def _weights(tensors: list[Any], count: int) -> Weights:
     embedding, head, table, layers = 0, 0, 0, [0] * count
     for tensor in tensors:
         elements = int(tensor.n_elements)
-        match = re.match(r"blk\.(\d+)\.", tensor.name)
+        match = re.match(r"(?:dec\.)?blk\.(\d+)\.", tensor.name)
         if match and int(match[1]) < count:
             layers[int(match[1])] += elements
         elif tensor.name.startswith("output"):
@@ -177,7 +193,11 @@ def _widths(fields: _Fields) -> Widths | None:
     heads, hidden = fields.number("attention.head_count", 0), fields.number("embedding_length")
     if not heads:
         return None
-    key = fields.number("attention.key_length_mla", fields.number("attention.key_length", hidden // heads))
+    key, value = (fields.number(f"attention.{side}_length", hidden // heads) for side in ("key", "value"))
+    expanded = 0
+    if fields.has("attention.kv_lora_rank"):  # earlier files give the lengths of whole heads without a suffix
+        key, value = (fields.number(f"attention.{s}_length_mla", x) for s, x in (("key", key), ("value", value)))
+        expanded = heads * (key + value)
     width = fields.number("feed_forward_length", 4 * hidden)
     experts = fields.number("expert_used_count", 0)
     if experts:
@@ -185,4 +205,4 @@ def _widths(fields: _Fields) -> Widths | None:
     vocabulary = fields.number("vocab_size", 0)
     if not vocabulary and "tokenizer.ggml.tokens" in fields.reader.fields:
         vocabulary = len(fields.reader.fields["tokenizer.ggml.tokens"].data)
-    return Widths(hidden, width, heads * key, vocabulary)
+    return Widths(hidden, width, heads * key, vocabulary, expanded)

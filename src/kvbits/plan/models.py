@@ -45,6 +45,8 @@ _KINDS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MOD
 _STOPS = (RuntimeError, NotImplementedError, TypeError, ValueError)
 """What models raise that look for values where there are none."""
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _TWIN_SIZES = {
     "vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "intermediate_size_mlp": 64, "num_experts": 4,
@@ -100,7 +102,7 @@ def _in_a_line(error: Exception) -> str:
 def _read(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no config.json: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} is no config.json: it holds no fields")
@@ -125,12 +127,15 @@ def shape_of_config(
     config: PreTrainedConfig, name: str | None = None, dtype: torch.dtype | None = None, source: str = "a config"
 ) -> Shape:
     """The shape of the model that ``config`` makes; see this module. Raises ValueError as :func:`shape_of_model`."""
-    text = config.get_text_config(decoder=True)
+    text = _decoder(config)
     count = _field(text, "num_hidden_layers") or 0
     if not 1 <= count <= MOST_LAYERS:
         raise ValueError(f"{source}: {count:,} layers are no model's; 1 to {MOST_LAYERS:,} are planned")
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    if dtype not in _DTYPES:
+        what = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{source}: keys and values of {what} are not planned; give --dtype bfloat16 or another")
     before = verbosity.get_verbosity()
     verbosity.set_verbosity(logging.ERROR)
     try:
@@ -145,8 +150,18 @@ def shape_of_config(
     bits = _bits(getattr(config, "quantization_config", None))
     return Shape(
         name or type(model).__name__, tuple(layers), dtype, _weights(model, count, bits), _widths(text),
-        _field(text, "max_position_embeddings"), source, refusal, encodes=config.is_encoder_decoder, notes=tuple(notes),
+        _field(text, "max_position_embeddings"), source, refusal, encodes=config.is_encoder_decoder,
+        eager=not model._supports_sdpa, notes=tuple(notes),
     )  # fmt: skip
+
+
+def _decoder(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of what generates. That of T5 and its kin counts the layers of the encoder."""
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder and (count := _field(text, "num_decoder_layers")):
+        text = copy.deepcopy(text)
+        text.num_hidden_layers = count
+    return text
 
 
 def _observed(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[Layer], list[str]]:
@@ -167,7 +182,7 @@ def _observed(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedM
         f"{type(model).__name__} does not run without weights ({_in_a_line(reasons[0])}): its heads and channels are "
         "those that its config names, and states beside them are not counted"
     )
-    return model, _named_layers(config.get_text_config(decoder=True), dtype), [note]
+    return model, _named_layers(_decoder(config), dtype), [note]
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -205,7 +220,7 @@ def _layers(model: PreTrainedModel) -> list[Layer]:
     if hasattr(model, "set_experts_implementation"):
         with contextlib.suppress(ValueError):
             model.set_experts_implementation("batched_mm")  # others ask which expert a token goes to
-    empty = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    empty = DynamicCache(config=_decoder(model.config)).layers
     recorder, first = _held(model, _TOKENS, _TOKENS)
     _, more = _held(model, _TOKENS + 1, _TOKENS)
     source = _held(model, _TOKENS, _TOKENS + 1)[1] if model.config.is_encoder_decoder else first
@@ -225,7 +240,7 @@ def _layers(model: PreTrainedModel) -> list[Layer]:
 
 def _held(model: PreTrainedModel, tokens: int, source: int) -> tuple[Recorder, list[int]]:
     """What the layers handed over in a forward of one row, and the bytes that each holds afterwards."""
-    text = model.config.get_text_config(decoder=True)
+    text = _decoder(model.config)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=model.device)
     recorder: Any = Recorder(text)
     cache, inputs = recorder, {"input_ids": ids}
@@ -294,7 +309,11 @@ def _bits(quantization: Any) -> float | None:
     if method == "mxfp4":
         return 4.25
     bits = fields.get("bits") or fields.get("w_bit")
-    return None if bits is None else float(bits) + 0.25  # a 16-bit scale and a zero for each 128
+    if bits is None:
+        return None
+    if not isinstance(bits, (int, float)) or not 1 <= bits <= 32:
+        raise ValueError(f"a quantization_config of {bits!r} bits is no model's; 1 to 32 are planned")
+    return float(bits) + 0.25  # a 16-bit scale and a zero for each 128
 
 
 def _widths(text: PreTrainedConfig) -> Widths | None:
@@ -307,8 +326,12 @@ def _widths(text: PreTrainedConfig) -> Widths | None:
     if experts := _field(text, "num_experts_per_tok"):  # of experts, those that a token goes through
         each = _field(text, "moe_intermediate_size") or max(widest, default=4 * hidden)
         widest.append(experts * each)
-    query = heads * (_field(text, "qk_head_dim") or _field(text, "head_dim") or hidden // heads)
-    return Widths(hidden, max(widest, default=4 * hidden), query, vocabulary)
+    query = heads * (_field(text, "head_dim") or hidden // heads)
+    expanded = 0
+    if _field(text, "kv_lora_rank"):
+        query = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
+        expanded = query + heads * text.v_head_dim
+    return Widths(hidden, max(widest, default=4 * hidden), query, vocabulary, expanded)
 
 
 def _field(text: PreTrainedConfig, name: str) -> Any:

@@ -25,6 +25,8 @@ def shape_of(name: str, dtype: torch.dtype | None = None, rotary: bool = False) 
         ValueError: for what is no model, naming near ones.
         ModuleNotFoundError: if a package that reads it is missing.
     """
+    if not name.strip():
+        raise ValueError(f"{name!r} names no model; give one such as llama-3.1-8b")
     by_hub = {preset.hub.lower(): preset_name for preset_name, preset in PRESETS.items()}
     preset = name.lower() if name.lower() in PRESETS else by_hub.get(name.lower())
     if preset is not None and not Path(name).exists():

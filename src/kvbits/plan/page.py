@@ -20,7 +20,7 @@ from kvbits import growth
 from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE
 from kvbits.files import replacing
 from kvbits.plan import memory, paper, plan, setting
-from kvbits.plan.devices import GPU_MIB, MIB
+from kvbits.plan.devices import GPU_MIB, MIB, MOST_BYTES
 from kvbits.plan.paper import Named
 from kvbits.plan.presets import PRESETS, shape_of_preset
 from kvbits.plan.shapes import Attention, Shape
@@ -44,9 +44,11 @@ def write(found: plan.Plan, path: str | Path, presets: Iterable[str] = tuple(PRE
         presets: other models to choose from.
 
     Raises:
+        ValueError: for a plan whose numbers the page would not have.
         OSError: if it cannot be written.
     """
     path = Path(path)
+    refuse(found.setting)
     text = (FILES / "page.html").read_text(encoding="utf-8")
     # No "</script>" inside the data may end it.
     values = {
@@ -62,12 +64,24 @@ def write(found: plan.Plan, path: str | Path, presets: Iterable[str] = tuple(PRE
     return path
 
 
+def refuse(start: setting.Setting) -> None:
+    """Raise ValueError for a setting that is not a prompt in one piece on one device, naming what is beyond it."""
+    beyond = {
+        "--devices": start.devices > 1, "--new-tokens": start.steps, "--chunk": start.chunk,
+        "--sliding": start.sliding, "--logits": start.logits != "last",
+        "--source": start.shape.encodes and start.source_tokens != start.context,
+    }  # fmt: skip
+    if named := [name for name, given in beyond.items() if given]:
+        raise ValueError(f"a page plans a prompt in one piece on one device: leave out --page, or {', '.join(named)}")
+
+
 def data(found: plan.Plan, presets: Iterable[str]) -> dict[str, Any]:
     """All that the page knows, as plain JSON data."""
     start = found.setting
     models = {name: (PRESETS[name].title, shape_of_preset(name)) for name in presets}
     key = "planned" if start.shape.name not in models else start.shape.name
     models[key] = (start.shape.name if key == "planned" else models[key][0], start.shape)
+    files = start.shape.weights is not None and start.shape.weights.file_bytes is not None
     names = list(dict.fromkeys([*(row.named.name for row in found.rows), *_names(start.shape)]))
     sizes = {
         (kind.key_channels, kind.value_channels)
@@ -75,7 +89,8 @@ def data(found: plan.Plan, presets: Iterable[str]) -> dict[str, Any]:
     } | {(channels, channels) for channels in HEAD_DIMS}  # fmt: skip
     return {
         "growth": {"spare": growth.SPARE, "table_bytes": torch.int64.itemsize, "exact_bits": paper.EXACT_BITS},
-        "limits": {"tokens": setting.MOST_TOKENS, "batch": setting.MOST_BATCH},
+        "limits": {"tokens": setting.MOST_TOKENS, "batch": setting.MOST_BATCH, "memory": MOST_BYTES},
+        "weights": [name for name in setting.WEIGHTS if name != "file" or files],
         "weight_bits": setting.WEIGHT_BITS,
         "models": {name: model(title, shape) for name, (title, shape) in models.items()},
         "head_dims": HEAD_DIMS,
@@ -85,8 +100,8 @@ def data(found: plan.Plan, presets: Iterable[str]) -> dict[str, Any]:
             "model": key,
             "context": start.context,
             "batch": start.batch,
-            "memory": start.memory_bytes or GPU_MIB["a100-80gb"] * MIB,
-            "weights": start.weights if start.weights in setting.WEIGHT_BITS else "auto",
+            "memory": start.limit_bytes or GPU_MIB["a100-80gb"] * MIB,
+            "weights": start.weights,
             "schemes": [row.named.name for row in found.rows],
         },
     }
@@ -120,11 +135,14 @@ def model(title: str, shape: Shape) -> dict[str, Any]:
         "itemsize": shape.dtype.itemsize,
         "weights": None if weights is None else {
             "outside": weights.embedding + weights.head, "layers": sum(weights.layers), "bits": weights.bits,
+            "file": weights.file_bytes,
         },
         "widths": None if shape.widths is None else asdict(shape.widths),
         "trained": shape.trained,
         "refusal": shape.refusal,
         "unrotatable": shape.unrotatable,
+        "encodes": shape.encodes,
+        "eager": shape.eager,
     }  # fmt: skip
 
 

@@ -13,8 +13,9 @@ Of a call that brings ``n`` tokens of each row, in a cache that holds ``L`` afte
 
 A prompt in one piece needs no mask, unless layers have a window. Then, and in chunks, there is one of ``n x L`` bytes,
 which sdpa copies in the model's dtype; over packed history kvbits reads it as it is. Keys and values are repeated for
-exact layers read in chunks. Assumed are attention without a matrix of scores (sdpa, flash), no gradients, and an
-allocator without gaps.
+exact layers read in chunks. Where the cache holds latents (MLA), each call makes keys and values of all query heads of
+all ``L`` of them: ``2 L (key + value)``, which is rougher. Assumed are attention without a matrix of scores (sdpa,
+flash), no gradients, and an allocator without gaps.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ def activation_bytes(
     windows, chunks = any(kind.window is not None for kind in kinds), tokens < context
     mask = tokens * context if windows or chunks else 0
     copied = mask * itemsize if windows or not packs else 0
-    repeated = 2 * widths.query * context * itemsize if chunks and not packs and 2 * widths.query > channels else 0
+    latents = channels < widths.expanded
+    grouped = 2 * widths.query > channels and not latents
+    repeated = 2 * widths.query * context * itemsize if chunks and not packs and grouped else 0
     mlp = 4 * tokens * widths.intermediate * itemsize + mask
-    attention = 2 * tokens * (widths.query + channels) * itemsize + mask + copied + repeated
+    handed = widths.expanded * context if latents else channels * tokens
+    attention = 2 * (tokens * widths.query + handed) * itemsize + mask + copied + repeated
     columns = 1 if logits == "last" else tokens
     head = widths.vocabulary * (columns * itemsize + _FLOAT_BYTES)
     return rows * (tokens * always * itemsize + max(mlp, attention) + head)

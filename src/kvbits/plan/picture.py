@@ -22,6 +22,8 @@ def draw(plan: Plan, path: str | Path) -> Path:
     """
     if len(plan.rows) > _SHOWN:
         raise ValueError(f"a picture of {len(plan.rows)} schemes cannot be read; give {_SHOWN} or fewer")
+    if not Path(path).suffix:
+        raise ValueError(f"{path} does not say which kind of picture it is; give {path}.png, .svg or .pdf")
     try:
         import matplotlib  # noqa: F401
         from matplotlib.backends.backend_agg import FigureCanvasAgg

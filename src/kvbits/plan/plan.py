@@ -198,6 +198,11 @@ def _notes(setting: Setting, rows: list[Row]) -> list[str]:
     if shape.widths is None and setting.memory_bytes is not None:
         what = "the cache alone" if shape.weights is None else "weights and cache"
         notes.append(f"the model's widths are not known: {what} must fit, without the peak of reading a prompt")
+    if shape.eager and shape.widths is not None and any(shape.kinds()):
+        notes.append(
+            "Transformers has no sdpa for this model: without a flash kernel, a matrix of scores of each of its heads "
+            "comes on top of the peak"
+        )
     windows = sum(layer.attention is not None and layer.attention.window is not None for layer in shape.layers)
     if windows and not setting.sliding:
         notes.append(

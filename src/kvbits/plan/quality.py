@@ -42,7 +42,7 @@ def load(path: str | Path) -> Quality:
     """
     path = Path(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), parse_int=float)
         rows = data["rows"]
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
@@ -64,11 +64,7 @@ def load(path: str | Path) -> Quality:
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
     numbers = {name: row.get(name) for name in FIGURES}
-    return {
-        name: float(number)
-        for name, number in numbers.items()
-        if isinstance(number, (int, float)) and math.isfinite(number)
-    }
+    return {name: number for name, number in numbers.items() if isinstance(number, float) and math.isfinite(number)}
 
 
 def _scheme(name: object) -> Scheme | None:

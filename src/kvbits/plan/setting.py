@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from kvbits.plan.devices import gib
 from kvbits.plan.memory import History
 from kvbits.plan.shapes import Shape, Weights
+from kvbits.plan.split import shares
 
 MOST_TOKENS, MOST_BATCH = 2**40, 2**24
 """Longer contexts and larger batches are not planned: a number beyond is a slip, and one that fits is no limit."""
@@ -67,8 +69,14 @@ class Setting:
             raise ValueError(f"--weights {self.weights} is unknown; allowed are {', '.join(WEIGHTS)}")
         if self.logits not in ("last", "all"):
             raise ValueError(f"--logits {self.logits} is unknown; allowed are last, all")
+        if self.reserve_bytes and self.memory_bytes is None:
+            raise ValueError(f"--reserve {gib(self.reserve_bytes)} is kept of no memory; give --gpu or --memory, too")
         if self.memory_bytes is not None and self.reserve_bytes >= self.memory_bytes:
-            raise ValueError("--reserve takes all of the memory; give less")
+            kept, there = gib(self.reserve_bytes), gib(self.memory_bytes)
+            raise ValueError(f"--reserve {kept} takes all of the memory of {there}; give less")
+        if self.source_tokens and not self.shape.encodes:
+            raise ValueError(f"--source {self.source_tokens:,} is an encoder's text, and {self.shape.name} has none")
+        shares(self.shape, self.devices, self.split)
         weights_bytes(self.shape.weights, self.weights, self.shape.dtype)
 
     @property
@@ -76,9 +84,10 @@ class Setting:
         """What a device may hold; None is without a limit."""
         return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
 
-    def history(self, context: int) -> History:
-        """How a cache of so many tokens is filled."""
-        return History.of(context, min(self.steps, context - 1), self.chunk)
+    def history(self, context: int, own: range) -> History:
+        """How a cache of so many tokens is filled, or the part of one that has only the tokens ``own`` of them."""
+        prompt = context - min(self.steps, context - 1)
+        return History.of(len(own), len(range(max(own.start, prompt), own.stop)), self.chunk)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data: all but the shape itself, of which the sizes are given."""

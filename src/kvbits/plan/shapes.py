@@ -104,12 +104,14 @@ class Widths:
         intermediate: of the widest MLP; of the experts that a token goes through together.
         query: of all query heads.
         vocabulary: logits.
+        expanded: keys and values of all query heads, where a call makes them of every latent in the cache; else 0.
     """
 
     hidden: int
     intermediate: int
     query: int
     vocabulary: int
+    expanded: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Shape:
         refusal: why kvbits does not serve it; its own exact cache can be planned.
         unrotatable: why no scheme can store its keys before their rotary embedding; None if one can, or nobody looked.
         encodes: whether it has an encoder, whose text its layers hold, too.
+        eager: whether Transformers computes its attention with a matrix of scores, for want of sdpa.
         notes: what a reader should know of the figures.
     """
 
@@ -139,6 +142,7 @@ class Shape:
     refusal: str | None = None
     unrotatable: str | None = None
     encodes: bool = False
+    eager: bool = False
     notes: tuple[str, ...] = field(default=())
 
     def kinds(self) -> dict[Attention | None, int]:

@@ -28,15 +28,19 @@ class Share:
         shape: its part of the model.
         first: its first layer, for schemes that name layers.
         parts: into which the tokens are divided.
+        part: the one that it has.
     """
 
     shape: Shape
     first: int = 0
     parts: int = 1
+    part: int = 0
 
-    def tokens(self, tokens: int) -> int:
-        """Of so many, those that the fullest device has."""
-        return -(-tokens // self.parts)
+    def tokens(self, tokens: int) -> range:
+        """Of so many, those that it has."""
+        each, more = divmod(tokens, self.parts)
+        first = self.part * each + min(self.part, more)
+        return range(first, first + each + (self.part < more))
 
 
 def shares(shape: Shape, devices: int, split: str) -> list[Share]:
@@ -81,20 +85,24 @@ def _pipeline(shape: Shape, devices: int) -> list[Share]:
 
 
 def _tensor(shape: Shape, devices: int) -> list[Share]:
-    found = []
+    weights, widths = shape.weights, shape.widths
+    if weights is not None:
+        weights = Weights(
+            -(-weights.embedding // devices), tuple(-(-x // devices) for x in weights.layers),
+            -(-weights.head // devices), weights.table, None, weights.bits,
+        )  # fmt: skip
+    if widths is not None:
+        whole = (widths.intermediate, widths.query, widths.vocabulary, widths.expanded)
+        widths = Widths(widths.hidden, *(-(-width // devices) for width in whole))
+    kinds, found = set(shape.layers), []
+    made: dict[tuple[Layer, ...], Share] = {}  # many devices, few that differ
     for index in range(devices):
-        layers = tuple(_part_of_layer(layer, index, devices) for layer in shape.layers)
-        weights = shape.weights
-        if weights is not None:
-            weights = Weights(
-                -(-weights.embedding // devices), tuple(-(-x // devices) for x in weights.layers),
-                -(-weights.head // devices), weights.table, None, weights.bits,
-            )  # fmt: skip
-        widths = shape.widths
-        if widths is not None:
-            part = (-(-width // devices) for width in (widths.intermediate, widths.query, widths.vocabulary))
-            widths = Widths(widths.hidden, *part)
-        found.append(Share(replace(shape, layers=layers, weights=weights, widths=widths)))
+        part = {layer: _part_of_layer(layer, index, devices) for layer in kinds}
+        one = tuple(part.values())
+        if one not in made:
+            layers = tuple(part[layer] for layer in shape.layers)
+            made[one] = Share(replace(shape, layers=layers, weights=weights, widths=widths))
+        found.append(made[one])
     return found
 
 
@@ -113,4 +121,4 @@ def _part_of_layer(layer: Layer, index: int, devices: int) -> Layer:
 
 
 def _context(shape: Shape, devices: int) -> list[Share]:
-    return [Share(shape, parts=devices)] * devices
+    return [Share(shape, parts=devices, part=part) for part in range(devices)]

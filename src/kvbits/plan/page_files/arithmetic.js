@@ -81,9 +81,10 @@ function cacheOf(model, parts, tokens, batch, source) {
 }
 
 /** kvbits.plan.peak, and the largest layer once more. */
-function peakOf(model, tokens, batch, largest) {
+function peakOf(model, context, batch, source, largest) {
   const widths = model.widths;
   if (widths === null) return 0;
+  const tokens = model.encodes ? Math.max(context, source) : context;
   let channels = 0, dim = 0, windows = false;
   for (const run of model.runs) {
     const a = run.layer.attention;
@@ -92,16 +93,21 @@ function peakOf(model, tokens, batch, largest) {
     dim = Math.max(dim, a.key);
     windows = windows || a.window !== null;
   }
-  const size = model.itemsize, mask = windows ? tokens * tokens : 0;
+  const size = model.itemsize, mask = windows ? tokens * context : 0;
   const mlp = 4 * tokens * widths.intermediate * size + mask;
-  const attention = 2 * tokens * (widths.query + channels) * size + mask + mask * size;
+  const handed = channels < widths.expanded ? widths.expanded * context : channels * tokens;
+  const attention = 2 * (tokens * widths.query + handed) * size + mask + mask * size;
   const head = widths.vocabulary * (size + 4);
   return batch * (tokens * (4 * widths.hidden + 2 * dim) * size + Math.max(mlp, attention) + head) + largest;
 }
 
 function weightsOf(model, how) {
   const weights = model.weights;
-  if (weights === null) return 0;
+  if (how === "file") {
+    if (weights === null || weights.file === null) throw new Error("the files of this model's weights are not at hand");
+    return weights.file;
+  }
+  if (weights === null || how === "none") return 0;
   const bits = DATA.weight_bits[how] || weights.bits || 8 * model.itemsize;
   return Math.ceil((Math.max(bits, 16) * weights.outside + bits * weights.layers) / 8);
 }
@@ -169,7 +175,7 @@ function planOne(model, name, setting) {
     const parts = stored(model, scheme), weights = weightsOf(model, setting.weights);
     const need = (context, batch) => {
       const cache = cacheOf(model, parts, context, batch, setting.context);
-      const peak = peakOf(model, context, batch, cache.largest);
+      const peak = peakOf(model, context, batch, setting.context, cache.largest);
       return { cache, peak, total: weights + cache.bytes + peak };
     };
     const now = need(setting.context, setting.batch), paper = paperOf(model, scheme, setting.context, setting.batch);
@@ -191,6 +197,6 @@ function modelOfNumbers(layers, heads, dim, parameters, itemsize) {
   const layer = { attention, fixed: 0, row: 0, token: attention.token, source: 0 };
   return {
     title: "numbers of your own", runs: [{ count: layers, layer }], itemsize, widths: null, trained: null,
-    weights: parameters ? { outside: 0, layers: parameters, bits: null } : null, refusal: null, unrotatable: null,
+    weights: parameters ? { outside: 0, layers: parameters, bits: null, file: null } : null, refusal: null, unrotatable: null, encodes: false, eager: false,
   };
 }

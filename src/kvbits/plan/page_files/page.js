@@ -33,14 +33,14 @@ function whole(text, least, greatest, otherwise) {
 function checked(wanted) {
   const found = { ...START };
   if (wanted.model === OWN || DATA.models[wanted.model]) found.model = wanted.model;
-  found.context = whole(wanted.context, 1, 2 ** 34, START.context);
-  found.batch = whole(wanted.batch, 1, 65536, START.batch);
-  found.memory = whole(wanted.memory, 2 ** 20, 2 ** 50, START.memory);
+  found.context = whole(wanted.context, 1, DATA.limits.tokens, START.context);
+  found.batch = whole(wanted.batch, 1, DATA.limits.batch, START.batch);
+  found.memory = whole(wanted.memory, 1, DATA.limits.memory, START.memory);
   found.layers = whole(wanted.layers, 1, 10000, START.layers);
   found.heads = whole(wanted.heads, 1, 100000, START.heads);
   if (DATA.head_dims.includes(Number(wanted.dim))) found.dim = Number(wanted.dim);
   found.parameters = whole(wanted.parameters, 0, 1e15, START.parameters);
-  if (wanted.weights === "auto" || DATA.weight_bits[wanted.weights]) found.weights = wanted.weights;
+  if (DATA.weights.includes(wanted.weights)) found.weights = wanted.weights;
   found.schemes = wanted.schemes.filter(name => DATA.schemes[name]);
   return found;
 }
@@ -84,6 +84,7 @@ function render() {
   const notes = [];
   if (model.trained !== null && state.context > model.trained) notes.push(`The model was made for ${count(model.trained)} tokens.`);
   if (model.widths === null) notes.push("The peak of a prompt is not known for numbers alone, and is left out.");
+  if (model.eager) notes.push("Transformers has no sdpa for this model: without a flash kernel, a matrix of scores of each of its heads comes on top of the peak.");
   const windows = model.runs.filter(run => run.layer.attention && run.layer.attention.window).reduce((sum, run) => sum + run.count, 0);
   if (windows) notes.push(`${windows} layers have a window and stay exact. They hold the whole prompt until the next step.`);
   const calibrated = state.schemes.filter(name => DATA.schemes[name].calibrated);
@@ -189,7 +190,7 @@ function showNumbers(rows) {
   const body = rows.map(row => {
     const name = element("th", { scope: "row", title: DATA.schemes[row.name].scheme + (DATA.schemes[row.name].advice ? ": " + DATA.schemes[row.name].advice : "") }, row.name);
     if (row.error) return element("tr", {}, name, element("td", { class: "refused", colspan: head.length - 1 }, row.error));
-    const cells = [digits(row.paper_bits, 2), digits(row.paper_gib, 2), digits(row.real_bits, 2),
+    const cells = [digits(row.paper_bits, 2), digits(row.paper_gib, 2), row.real_bits ? digits(row.real_bits, 2) : "-",
       ...[row.real_bytes, row.weights, row.peak, row.total].map(bytes => digits(bytes / GIB, 2)), count(row.max_context), count(row.max_batch)];
     return element("tr", row.fits ? {} : { class: "no" }, name, ...cells.map(cell => element("td", {}, cell)));
   });
@@ -241,7 +242,8 @@ function begin() {
   options($("model"), [...Object.entries(DATA.models).map(([name, model]) => [name, model.title]), [OWN, "numbers of your own"]]);
   options($("dim"), DATA.head_dims.map(dim => [dim, dim]));
   options($("gpu"), [["", "another device"], ...Object.entries(DATA.gpus).map(([name, bytes]) => [name, `${name.toUpperCase().replaceAll("-", " ")}, ${gib(bytes)}`])]);
-  options($("weights"), [["auto", "their own type"], ...Object.keys(DATA.weight_bits).map(name => [name, name])]);
+  const words = { auto: "their own type", file: "their files", none: "none: the cache alone" };
+  options($("weights"), DATA.weights.map(name => [name, words[name] || name]));
   $("schemes").replaceChildren(...Object.entries(DATA.schemes).map(([name, scheme]) =>
     element("label", { title: scheme.advice || scheme.scheme }, element("input", { type: "checkbox", value: name }), name)));
 
