@@ -14,10 +14,7 @@ from __future__ import annotations
 from common import write
 from texts import OnTexts
 
-SCHEMES = (
-    "int8", "default", "kivi4", "int4", "nuq4-1%", "lm3,centred", "int3", "nuq3-1%", "small", "kivi2", "nuq2-1%",
-    "int2",
-)  # fmt: skip
+SCHEMES = ("int8", "default", "int4", "nuq3-1%", "lm3,centred", "small", "kivi2", "int2")
 """Of 8, 4, 3 and 2 bits; those of one width from the best to the plainest."""
 
 
