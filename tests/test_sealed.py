@@ -383,6 +383,18 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
     assert link.is_symlink() and number_in(path) == 2 and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    """Written as root, /dev/null would be a file from then on."""
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path, says in ((pipe, "a device or the like"), (folder, "a folder")):
+        with pytest.raises(OSError, match=f"cannot write .*: it is {says}, not a file"):
+            sealed.write(path, {}, numbered(1))
+    assert pipe.is_fifo() and sorted(tmp_path.iterdir()) == [folder, pipe]
+
+
 def current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

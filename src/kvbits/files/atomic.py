@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import secrets
@@ -52,6 +53,9 @@ def replacing(path: Path) -> Iterator[Path]:
     processes have left beside ``path`` are removed.
     """
     path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null, which a file would replace
+        number, kind = (errno.EISDIR, "a folder") if path.is_dir() else (errno.EINVAL, "a device or the like")
+        raise OSError(number, f"it is {kind}, not a file", str(path))
     sweep(path.parent, f".{glob.escape(path.name)}.*.part")
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     held = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
