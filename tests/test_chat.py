@@ -189,6 +189,23 @@ def test_a_turn_that_breaks_off_in_the_middle_of_a_forward(name: str, error: typ
         assert answer.text == said(right, "word6").text and answer.again == 0
 
 
+def test_an_interruption_of_a_crop_leaves_a_sound_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two layers: the first is cut already, and the second is not."""
+    talk, right = conversation(), conversation()
+    said(talk, SAYS)
+    talk.messages = []
+    last = talk.cache.packed_layers[-1].core
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(last, "crop", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            said(talk, f"{SAYS} word9")
+    assert said(talk, "word6").text == said(right, "word6").text
+
+
 def test_ctrl_c_once_and_twice() -> None:
     talk = conversation()
     with chat._Interruption() as interruption:
@@ -239,6 +256,8 @@ def test_a_session_that_somebody_else_has_changed_is_not_overwritten(tmp_path: P
     assert len(Conversation.resume(path, zoo.build("llama"), tokenizer()).messages) == 4
     talk.save(tmp_path / "mine")
     talk.save(tmp_path / "mine")
+    with pytest.raises(ValueError, match="another program has changed"):
+        talk.save(path)  # nor after it has been saved elsewhere
     path.unlink()
     other.save(path)  # that it was removed is no reason
 
@@ -340,8 +359,51 @@ def test_a_session_outlives_a_full_disk(folder: str, tmp_path: Path) -> None:
     content = path.read_bytes()
     with file_size_limit(1000):
         code, out, err = run(folder, "--session", path, "--max-new-tokens", 5, text="word2\nword3")
-    assert code == 0 and len(out.splitlines()) == 2 and err.count("error: the session is not saved: ") == 2
+    assert code == 2 and len(out.splitlines()) == 2 and err.count("error: the session is not saved: ") == 2
     assert path.read_bytes() == content
+
+
+def test_a_new_session_overwrites_nothing_that_has_come_meanwhile(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, mine, notes = tmp_path / "session", tmp_path / "mine", tmp_path / "notes.txt"
+    notes.write_text("dear diary")
+
+    def show(text: str) -> None:
+        path.write_text("of another chat that began at the same time")
+
+    monkeypatch.setattr(chat, "_write", show)
+    lines = f"word1\n/save {notes}\n"
+    code, _, err = run(folder, "--session", path, "--max-new-tokens", 5, text=lines)
+    assert code == 2 and err.count("is there already, and is not of this conversation; name another file") == 2
+    assert path.read_text().startswith("of another") and notes.read_text() == "dear diary"
+    path.unlink()
+    code, _, err = run(folder, "--session", path, "--max-new-tokens", 5, text=f"word1\n/save {mine}\n/save {mine}")
+    assert code == 0 and mine.exists()  # its own it may write again
+
+
+def test_no_ctrl_c_keeps_a_session_from_being_written(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that asks to stop an answer, and a second one that comes when the answer is there already."""
+    path, save = tmp_path / "session", Conversation.save
+    once: list[str] = []
+
+    def interrupted(text: str) -> None:
+        if not once:
+            once.append(text)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def saved(talk: Conversation, path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        save(talk, path)
+
+    monkeypatch.setattr(chat, "_write", interrupted)
+    monkeypatch.setattr(Conversation, "save", saved)
+    assert run(folder, "--session", path, "--max-new-tokens", 5, text="word1\nword2")[0] == 130
+    talk = Conversation.resume(path, zoo.build("llama", max_position_embeddings=300), tokenizer())
+    assert talk.messages[0]["content"] == "word1" and len(talk.messages) == 2
 
 
 def test_what_a_user_gets_wrong(folder: str, tmp_path: Path) -> None:

@@ -170,6 +170,37 @@ def test_after_an_interruption_the_next_call_says_so_once(place: str) -> None:
     assert torch.equal(call(model, cache, ids[:, 40:]), call(model, right, ids[:, 40:]))
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("where", "held", "chunk"), [
+    ("step", 45, 1), ("append", 39, 1), ("append", 45, 45), ("store", 39, 1), ("store", 45, 45),
+])  # fmt: skip
+def test_an_interruption_within_a_layer_is_taken_back(
+    where: str, held: int, chunk: int, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once its tokens are there, or some of its blocks, and nobody has been told."""
+    model, ids = zoo.build("llama"), zoo.prompt(2, held + chunk + 1)
+    cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
+    for each in (cache, right):
+        call(model, each, ids[:, :held])
+    core: Any = cache.packed_layers[layer].core
+    thing, name = (core.store, "append") if where == "store" else (core, where)
+    method = getattr(thing, name)
+
+    def interrupted(*arguments: Any) -> Any:
+        if method(*arguments) is False:
+            return False
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(thing, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(model, cache, ids[:, held : held + chunk])
+    with pytest.raises(ValueError, match=f"interrupted.* holds {held} columns again: repeat that call"):
+        call(model, cache, ids[:, held : held + chunk])
+    for span in (slice(held, held + chunk), slice(held + chunk, None)):
+        assert torch.equal(call(model, cache, ids[:, span]), call(model, right, ids[:, span]))
+
+
 def test_an_interruption_is_noticed_by_crop_and_by_the_decoder_inside() -> None:
     model, ids = zoo.build("llama"), zoo.prompt(1, 60)
     for again in (lambda cache: cache.crop(-1), lambda cache: call(model.model, cache, ids[:, 40:41])):

@@ -437,6 +437,24 @@ def test_operations_on_rows(name: str, operation: str) -> None:
             assert (got - plain[rows]).abs().max() <= 1e-4 * right.abs().max()
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", ["qwen3-next", "lfm2"])
+def test_operations_on_rows_of_states(name: str, operation: str) -> None:
+    """Linear attention: Transformers' own states know reordering alone."""
+    operate, rows_after = OPERATIONS[operation]
+    model, ids, more = zoo.build(name), zoo.prompt(BATCH, COLUMNS), zoo.prompt(BATCH, 4, seed=2)
+    rows = rows_after(list(range(BATCH)))
+    logits = []
+    for then, chosen in ((operate, rows), (lambda cache: None, list(range(BATCH)))):
+        cache = kvbits.cache_for(model, QUANTIZED)
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=True, **give(cache, model))
+            then(cache)
+            steps = [model(input_ids=x[chosen], use_cache=True, **give(cache, model)).logits for x in more.split(1, 1)]
+        logits.append(torch.cat(steps, dim=1))
+    assert (logits[0] - logits[1][rows]).abs().max() <= 1e-4 * logits[1].abs().max()
+
+
 def croppable() -> list[tuple[str, int]]:
     """Stock sliding-window layers take back what was recorded since the last crop, and nothing at all before 5.24."""
     return [("llama", gone) for gone in (0, 2, 9, 30, 41)] + [("gemma3", 2)] * (zoo.installed() >= (5, 24))

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import threading
 import warnings
@@ -24,7 +25,7 @@ import zoo
 from kvbits.files.sealed import Sealed
 from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
-from kvbits.prefixes import PrefixStore, files_of
+from kvbits.prefixes import PrefixStore, files_of, in_common
 from test_saving import INT8, SMALL, VARIOUS, assert_same_layer, call, grow, layer, model_of, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -371,6 +372,46 @@ def test_the_least_recently_used_entries_make_room(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_clock_that_was_put_back_changes_no_order(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, BUDGET, model_of("llama"), INT8)
+    prompts = [zoo.prompt(1, 100, seed=seed) for seed in range(4)]
+    for prompt in prompts[:2]:
+        put(store, prompt)
+    store.budget_bytes = store.nbytes * 2 - 1  # of three
+    for file in files_of(tmp_path):
+        later = file.used_ns + 10**15
+        os.utime(file.path, ns=(later, later))
+    for prompt in prompts[2:]:
+        put(store, prompt)
+    held = [store.lookup(torch.cat([prompt, prompt], dim=1))[1] for prompt in prompts]
+    assert held == [0, 100, 100, 100]
+    assert store.lookup(torch.cat([prompts[1]] * 2, dim=1))[1] == 100
+    put(store, prompts[0])
+    assert [store.lookup(torch.cat([prompt, prompt], dim=1))[1] for prompt in prompts] == [100, 100, 0, 100]
+
+
+def test_another_entry_under_the_name_of_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    """Somebody moves files about just when one is opened."""
+    store, ids = PrefixStore(tmp_path, BUDGET, model_of("llama"), INT8), zoo.prompt(1, 200)
+    other = torch.cat([ids[:, :70], zoo.prompt(1, 60, seed=9)], dim=1)
+    put(store, ids[:, :130])
+    put(store, other)
+    known = store._refreshed()
+    store._refreshed = lambda: known  # type: ignore[method-assign]
+    right, wrong = sorted(known, key=lambda name: in_common(known[name].tokens, other[0]))
+    os.replace(tmp_path / wrong, tmp_path / right)
+    cache, covered = store.lookup(ids)
+    assert covered == 4 + 2 * 32 and torch.equal(cache.tokens, ids[:, :covered])
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path / "x", BUDGET, model_of("llama"), INT8), zoo.prompt(1, 100)
+    shutil.rmtree(tmp_path / "x")
+    assert store.lookup(ids)[1] == store.common(ids) == store.nbytes == 0
+    put(store, ids)
+    assert store.lookup(ids)[1] == 99
+
+
 def test_each_store_sees_its_own(tmp_path: Path) -> None:
     model, ids = model_of("llama"), zoo.prompt(1, 100)
     more = torch.cat([ids, ids], dim=1)
@@ -476,6 +517,12 @@ def test_what_is_not_kept_says_why(tmp_path: Path) -> None:
     call(model, cache, ids, position_ids=torch.arange(7, 57)[None])
     with pytest.raises(ValueError, match="at positions of their own"):
         placed.put(cache)
+    cache = store._new()  # under a scheme that does not follow positions
+    call(model, cache, ids[:, :30])
+    call(model, cache, ids[:, 30:], position_ids=torch.arange(37, 57)[None])
+    assert cache.tokens.tolist() == [[*ids[0, :30].tolist(), *[-1] * 20]]
+    with pytest.raises(ValueError, match="could not be found again"):
+        store.put(cache)
 
 
 def work(folder: Path, budget: int, seed: int, rounds: int, ready: Any) -> None:

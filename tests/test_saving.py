@@ -663,6 +663,28 @@ def test_other_models_are_refused(what: str, file: Path) -> None:
     assert not hasattr(model, "_kvbits_attachment")  # nothing was done to it
 
 
+@pytest.mark.parametrize("kind", ["parameters", "buffers"])
+def test_quantized_weights_are_weights(kind: str, tmp_path: Path) -> None:
+    """Two models of the same embeddings and norms, whose other weights are whole numbers, as in bnb and GPTQ."""
+
+    def quantized(seed: int) -> hf.PreTrainedModel:
+        model = zoo.build("llama")
+        codes = torch.randint(0, 255, (40, 12), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+        if kind == "parameters":
+            model.model.layers[0].mlp.codes = torch.nn.Parameter(codes, requires_grad=False)
+        else:
+            model.model.layers[0].mlp.register_buffer("codes", codes)
+        return model
+
+    one, path = quantized(1), tmp_path / "x"
+    cache = kvbits.cache_for(one, INT8)
+    call(one, cache, zoo.prompt(1, 50))
+    kvbits.save(cache, path)
+    kvbits.load(path, quantized(1))
+    with pytest.raises(ValueError, match="its weights are others"):
+        kvbits.load(path, quantized(2))
+
+
 def test_adapters_are_part_of_a_model(tmp_path: Path) -> None:
     french, german = with_adapter("french"), with_adapter("german")
     cache = kvbits.cache_for(french, INT8)

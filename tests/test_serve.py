@@ -100,6 +100,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a stop that is a number": ({"stop": [3]}, "must be a string"),
     "a bias for no token": ({"logit_bias": {"word": 1}}, "token ids"),
     "a bias without bounds": ({"logit_bias": {"1": 1e9}}, "from -100 to 100"),
+    "a bias beyond all floats": ({"logit_bias": {"1": 10**400}}, "from -100 to 100"),
+    "a token of many digits": ({"logit_bias": {"9" * 5000: 1}}, "token ids"),
+    "a token that is spelled otherwise": ({"logit_bias": {"3": 1, "03": 5}}, "token ids"),
+    "a number beyond all floats": ({"temperature": 10**400}, "must be a number from 0 to 2"),
     "a stream of text": ({"stream": "yes"}, "must be true or false"),
     "unknown options": ({"stream_options": {"usage": True}}, "unknown field 'usage'"),
     "no messages": ({"messages": []}, "at least one message"),
@@ -500,6 +504,16 @@ def test_a_folder_that_takes_nothing_stops_no_answer(
         answer(engine, zoo.prompt(1, 200, seed)[0], 5)
     assert engine.pool.evicted == 2 and caplog.text.count("is not kept: this cache takes") == 2
     engine.pool.save()
+
+
+def test_a_folder_that_cannot_be_read_stops_no_answer(
+    model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(model, folder=kvbits.PrefixStore(tmp_path / "x", 10**8, model, SCHEME))
+    (tmp_path / "x").rmdir()
+    (tmp_path / "x").write_text("a file")
+    assert len(answer(engine, zoo.prompt(1, 200)[0], 5)[0]) == 5
+    assert "the folder of prefixes cannot be read" in caplog.text
 
 
 def test_a_job_that_fails_takes_its_cache_with_it(model: Any) -> None:

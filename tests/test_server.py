@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import signal
@@ -29,6 +30,7 @@ import openai  # noqa: E402  skipped where it is missing
 
 from kvbits.serve.engine import Engine  # noqa: E402
 from kvbits.serve.fields import CHAT, COMPLETION  # noqa: E402
+from kvbits.serve.handlers import Chat  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,8 +116,11 @@ def test_sampling_obeys_seed_and_temperature(tiny: served.Local) -> None:
     assert one == same != other
     assert len({chat(client, **hot).choices[0].message.content for _ in range(3)}) > 1
     assert chat(client, top_p=0.0001, seed=1).choices[0].message.content == greedy  # nothing but the likeliest is left
+    biased = " ".join([served.WORDS[20 - len(served.SPECIAL)]] * 3)
     bias = chat(client, logit_bias={"20": 100}, max_completion_tokens=3)
-    assert bias.choices[0].message.content == " ".join([served.WORDS[20 - len(served.SPECIAL)]] * 3)
+    assert bias.choices[0].message.content == biased
+    bias = client.completions.create(model="tiny", prompt="w9 w8", max_tokens=3, logit_bias={"20": 100})
+    assert bias.choices[0].text == biased
 
 
 def test_the_next_turn_reads_only_what_is_new(tiny: served.Local) -> None:
@@ -147,6 +152,9 @@ def test_models_and_health(tiny: served.Local) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'huge' here") as error:
         chat(client, model="huge")
     assert error.value.code == "model_not_found" and error.value.param == "model"
+    connection = http.client.HTTPConnection("127.0.0.1", tiny.port, timeout=60)
+    connection.request("HEAD", "/health")  # as many who watch servers ask
+    assert connection.getresponse().status == 200
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -178,6 +186,22 @@ def test_variables_of_the_template_are_set(tiny: served.Local) -> None:
     assert loud.usage.prompt_tokens == 7
 
 
+def test_what_is_said_beside_a_call_is_read(tiny: served.Local) -> None:
+    words = served.tokenizer()
+    calls = "{% for c in m.tool_calls %}w9 {% endfor %}"
+    words.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}} {calls}{{% endfor %}}"
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "w7"}, {"type": "text", "text": "w8"}]
+    messages = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": "w2 w3", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": parts, "tool_calls": [call, call]},
+    ]
+    chat = Chat(dataclasses.replace(tiny.serving, tokenizer=words), {"messages": messages}, "x")
+    assert words.decode(chat.tokens()) == "w1 w2 w3 w9 w9 w7 w8 w9 w9"
+
+
 RAW: dict[str, tuple[bytes | Iterator[bytes], dict[str, str], int, str]] = {
     "no JSON": (b'{"prompt": ', {}, 400, "the body is no JSON"),
     "no object": (b'["w1"]', {}, 400, "no JSON object, but list"),
@@ -185,6 +209,7 @@ RAW: dict[str, tuple[bytes | Iterator[bytes], dict[str, str], int, str]] = {
     "a deep hole": (b"[" * 100_000, {}, 400, "the body is no JSON"),
     "no text": (b'{"prompt": "\xff"}', {}, 400, "the body is no JSON"),
     "half a character": (b'{"prompt": "\\ud800"}', {}, 400, "half of a surrogate pair"),
+    "half a character for a field": (b'{"prompt": "w1", "\\ud800": 1}', {}, 400, "unknown field"),
     "an empty prompt": (b'{"prompt": ""}', {}, 400, "'prompt' has no tokens"),
     "another type": (b'{"prompt": "w1"}', {"Content-Type": "text/plain"}, 415, "send application/json"),
     "too much": (b" " * (2**20 + 1), {}, 413, "larger than the 1,048,576 bytes"),
@@ -272,6 +297,11 @@ def test_an_error_of_the_server_is_told_and_the_server_goes_on(
         with pytest.raises(openai.APIError, match="its log has the reason"):
             list(chat(client, stream=True))
     assert tiny.metrics()["kvbits_failed_total"] == before + 2
+    with monkeypatch.context() as patched:  # before there is anything to run
+        patched.setattr(tiny.serving, "tokenizer", None)
+        with pytest.raises(openai.InternalServerError, match="its log has the reason"):
+            chat(client)
+    assert tiny.metrics()['kvbits_requests_total{path="/v1/chat/completions",status="500"}'] == 2
     assert chat(client).choices[0].message.content
 
 
@@ -491,6 +521,22 @@ def test_killed_in_the_middle_and_started_again(folder: str, tmp_path: Path) -> 
 def test_what_a_user_gets_wrong_is_one_clear_line(folder: str, options: list[str], expected: str) -> None:
     result = CliRunner().invoke(app, ["serve", folder, *options], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and expected in result.output and "Traceback" not in result.output
+
+
+def test_a_port_that_another_server_takes_meanwhile_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that start at once may both have an address as long as neither listens."""
+    from kvbits.serve import server
+
+    with server.bind("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        try:
+            late = server.bind("127.0.0.1", port)
+        except OSError:
+            pytest.skip("this system gives an address to one alone")
+        other.listen()
+        monkeypatch.setattr(server, "bind", lambda *_: late)
+        result = CliRunner().invoke(app, ["serve", folder, "--port", str(port)], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and f"cannot listen on 127.0.0.1 port {port}: " in result.output
 
 
 def test_a_port_in_use_is_named(folder: str) -> None:

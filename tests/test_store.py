@@ -73,6 +73,25 @@ class PlainStore:
         assert sum(self.store.nbytes().values()) == self.store.pool.nbytes + self.store.table.nbytes
 
 
+def test_memory_that_runs_out_while_blocks_are_moved_spoils_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PlainStore(2)
+    plain.append(None, 3)
+    plain.select(1, 0)
+    fork = plain.store.fork()
+    plain.truncate(1, 3)
+    fork.truncate([0, 0])
+
+    def fail(_: BlockStore) -> torch.Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockStore, "pool", property(fail))
+        with pytest.raises(MemoryError):
+            plain.store._compact(plain.store._alive())
+    del fork
+    plain.check()
+
+
 # -- records -----------------------------------------------------------------------------------------------------------
 
 

@@ -497,14 +497,14 @@ class LayerCache:
         assert self.store is not None
         if tuple(self._lost()) != before.lost:
             return False
+        (self.key_params, self.value_params), self.fitted = before.params, before.fitted
         if tuple(self.store.counts) == before.counts:
             self.crop(self.columns - before.rows.columns, before.rows)
             return True
         # The buffers from before a block was packed are as they were: what stays exact went into new ones.
         self.store.truncate(before.counts)
         self.rows, self.keys, self.values, self.held = before.rows, before.keys, before.values, before.held
-        (self.key_params, self.value_params), self.fitted, self.late = before.params, before.fitted, before.late
-        self.even = len(set(self.held)) == 1
+        self.late, self.even = before.late, len(set(self.held)) == 1
         return True
 
     @_outlasting

@@ -84,7 +84,7 @@ class Conversation:
             raise ValueError("this model has no chat template, so it cannot chat; use kvbits generate")
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.messages = list(messages)
-        self._file: tuple[Path, tuple[int, int, int]] | None = None
+        self._files: dict[Path, tuple[int, int, int]] = {}
 
     @property
     def context(self) -> int | None:
@@ -178,7 +178,11 @@ class Conversation:
         if kept == 0:
             self.cache.reset()
         elif kept < before:
-            self.cache.crop(kept - before)
+            try:
+                self.cache.crop(kept - before)
+            except BaseException:  # an interruption, once some layers were cut and others not
+                self.cache.reset()
+                raise
         return before - kept
 
     def _settle(self) -> None:
@@ -205,10 +209,14 @@ class Conversation:
             OSError: if it cannot be written; what is there is as it was.
         """
         path = Path(path).absolute()
-        if self._file is not None and self._file[0] == path and path.exists() and _state(path) != self._file[1]:
+        if self.knows(path) and path.exists() and _state(path) != self._files[path]:
             raise ValueError(f"another program has changed {path} meanwhile; it is left as it is: save to another file")
         save(self.cache, path, tokenizer=self.tokenizer, note={NOTE: 1, "messages": self.messages})
-        self._file = path, _state(path)
+        self._files[path] = _state(path)
+
+    def knows(self, path: str | Path) -> bool:
+        """Whether this conversation has read or written the file."""
+        return Path(path).absolute() in self._files
 
     @classmethod
     def resume(cls, path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Conversation:
@@ -222,7 +230,7 @@ class Conversation:
         state = _state(path) if path.exists() else (0, 0, 0)
         saved = Saved(path)
         found = cls(model, tokenizer, saved.cache(model, tokenizer=tokenizer), messages_in(saved.note, path))
-        found._file = path, state
+        found._files[path] = state
         return found
 
 

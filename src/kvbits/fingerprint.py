@@ -40,12 +40,21 @@ def of_model(model: Any) -> dict[str, Any]:
 
 
 def weights(model: Any) -> torch.Tensor:
-    """Up to :data:`ELEMENTS` elements of each floating-point parameter that is in memory, bfloat16, on the CPU.
+    """Up to :data:`ELEMENTS` elements of each parameter that is in memory, bfloat16, on the CPU.
 
-    Rounded to bfloat16, a model is the same whether it was loaded in float32 or in bfloat16.
+    Rounded to bfloat16, a model is the same whether it was loaded in float32 or in bfloat16. Quantized weights are
+    whole numbers, in parameters or in buffers.
     """
-    parts = [_spread(p.detach()) for p in model.parameters() if p.is_floating_point() and p.device.type != "meta"]
+    parts = [_spread(x.detach()) for x in (*model.parameters(), *_whole_numbers(model)) if x.device.type != "meta"]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.bfloat16)
+
+
+def _whole_numbers(model: Any) -> Iterator[torch.Tensor]:
+    """Buffers of a checkpoint that are no floating-point numbers."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def adapters(model: Any) -> list[str]:

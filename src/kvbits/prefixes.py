@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,8 +120,8 @@ class PrefixStore:
             tokens: ids of one prompt, ``[T]`` or ``[1, T]``.
         """
         wanted = _row(tokens)[:-1]
-        for common, name in self._candidates(wanted):
-            cache = self._open(name, common)
+        for _, name in self._candidates(wanted):
+            cache = self._open(name, wanted)
             if cache is not None:
                 return cache, cache.get_seq_length()
         return self._new(), 0
@@ -152,7 +153,7 @@ class PrefixStore:
             if not path.is_file():
                 self._make_room(size)
                 write(path, about, tensors)
-            os.utime(path)
+            self._mark(path)
         return path
 
     def _new(self) -> KVCache:
@@ -195,8 +196,8 @@ class PrefixStore:
             self._refuse(path, error)
             return None
 
-    def _open(self, name: str, common: int) -> KVCache | None:
-        """The cache of an entry, cropped; None if it cannot be used after all."""
+    def _open(self, name: str, wanted: torch.Tensor) -> KVCache | None:
+        """The cache of an entry, cropped to what it shares with ``wanted``; None if it cannot be used after all."""
         path = self.folder / name
         try:
             saved = Saved(path)
@@ -204,13 +205,12 @@ class PrefixStore:
         except (OSError, ValueError) as error:
             self._refuse(path, error)
             return None
-        covered = cache.whole(common)
+        covered = cache.whole(in_common(saved.tokens[0], wanted))  # another file may have taken its name meanwhile
         if covered < LEAST_TOKENS:
             return None
         if covered < cache.get_seq_length():
             cache.crop(covered - cache.get_seq_length())
-        with contextlib.suppress(OSError):
-            os.utime(path)  # used now
+        self._mark(path)
         return cache
 
     def _refuse(self, path: Path, error: Exception) -> None:
@@ -234,11 +234,18 @@ class PrefixStore:
         ids, rows = tokens_of(cache, tokens), cache.columns.rows
         if ids.shape[0] != 1 or rows.padded:
             raise ValueError(f"a store keeps caches of one row without padding, not of {ids.shape[0]}")
-        if bool((ids < 0).any()):
-            raise ValueError("this cache has read something whose ids it does not know: it could not be found again")
         if rows.runs is not None and any(run.position != run.token for run in rows.runs[0]):
             raise ValueError("the tokens of this cache are at positions of their own, which ids do not tell")
+        if bool((ids < 0).any()):
+            raise ValueError("this cache has read something whose ids it does not know: it could not be found again")
         return ids
+
+    def _mark(self, path: Path) -> None:
+        """Make an entry the one that was used last, also where the clock has been put back since."""
+        with contextlib.suppress(OSError):
+            last = max((file.used_ns for file in files_of(self.folder)), default=0)
+            now = max(time.time_ns(), last + 1)
+            os.utime(path, ns=(now, now))
 
     def _make_room(self, size: int) -> None:
         """Remove the least recently used entries until ``size`` bytes more are within the budget."""
@@ -268,9 +275,9 @@ def identity_of(cache: KVCache) -> str:
 
 
 def files_of(folder: Path, identity: str = "") -> list[File]:
-    """The entries in a folder, all of them or those of one identity."""
-    found = []
-    with os.scandir(folder) as things:
+    """The entries in a folder, all of them or those of one identity; none where it was removed."""
+    found: list[File] = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as things:
         for thing in things:
             if thing.name.startswith(f"{PREFIX}{identity}") and thing.name.endswith(SUFFIX):
                 with contextlib.suppress(FileNotFoundError):

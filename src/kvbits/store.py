@@ -398,10 +398,12 @@ class BlockStore:
     def _compact(self, alive: torch.Tensor) -> None:
         moved = torch.zeros(max(self.used, 1), dtype=torch.int64, device=self.table.device)
         moved[alive] = torch.arange(len(alive), device=self.table.device)
+        # What may run out of memory comes first: tables of other stores must not be ahead of the pool.
         stores = list(self.shared.stores)
-        for store in stores:
-            store.table, store._zeros = moved[store.table.clamp(max=self.used - 1)], None
+        tables = [moved[store.table.clamp(max=self.used - 1)] for store in stores]
         self.pool, self.used = self.pool[alive], len(alive)
+        for store, table in zip(stores, tables, strict=True):
+            store.table, store._zeros = table, None
         for store in stores:
             store.in_order = store._lies_in_order()
 

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 HELP = """/exit          leave (or Ctrl-D)
 /reset         begin anew, with the same system message
-/save [FILE]   write messages and cache into the session's file, or into another one
+/save [FILE]   write messages and cache into the session's file, or into a new one
 /help          this
 //text         say /text
 Ctrl-C         stop the answer; what is there of it is kept"""
+
+_LEAVES = "/exit or Ctrl-D leaves"
 
 
 def chat(
@@ -118,7 +120,7 @@ class _Chat:
     ) -> None:
         self.conversation, self.session = conversation, session
         self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, **sampling}
-        self.typed = sys.stdin.isatty()
+        self.typed, self.unsaved = sys.stdin.isatty(), False
         self.commands: dict[str, Callable[[str], None]] = {
             "/reset": self._reset,
             "/save": self._save,
@@ -133,12 +135,22 @@ class _Chat:
         for line in self._lines():
             text = line.strip()
             if text == "/exit":
-                return
-            if text.startswith("/") and not text.startswith("//"):
-                word, _, rest = text.partition(" ")
-                self.commands.get(word, self._unknown)(rest.strip() if word in self.commands else word)
-            elif text:
-                self._turn(text.removeprefix("/") if text.startswith("//") else text)
+                break
+            try:
+                self._hear(text)
+            except KeyboardInterrupt:
+                if not self.typed:
+                    raise
+                _say(f"\n{_LEAVES}")
+        if self.unsaved:
+            raise typer.Exit(2)
+
+    def _hear(self, text: str) -> None:
+        if text.startswith("/") and not text.startswith("//"):
+            word, _, rest = text.partition(" ")
+            self.commands.get(word, self._unknown)(rest.strip() if word in self.commands else word)
+        elif text:
+            self._turn(text.removeprefix("/") if text.startswith("//") else text)
 
     def _lines(self) -> Iterator[str]:
         """What is said, line by line."""
@@ -150,11 +162,13 @@ class _Chat:
                     sys.stdout.write("\n")
                 return
             except UnicodeDecodeError as error:
-                fail(f"standard input is not text in UTF-8: {error.reason}")
+                if not self.typed:
+                    fail(f"standard input is not text in UTF-8: {error.reason}")
+                _say(f"error: that is not text in UTF-8: {error.reason}")
             except KeyboardInterrupt:
                 if not self.typed:
                     raise
-                _say("\n/exit or Ctrl-D leaves")
+                _say(f"\n{_LEAVES}")
 
     def _turn(self, text: str) -> None:
         with _Interruption() as interruption:
@@ -165,6 +179,7 @@ class _Chat:
                 return
             sys.stdout.write("\n")
             sys.stdout.flush()
+            interruption.waits = True
             self._keep()
         _say(_facts(answer, self.conversation))
         if interruption.asked and not self.typed:
@@ -187,9 +202,16 @@ class _Chat:
     def _keep(self) -> None:
         if self.session is not None:
             try:
-                self.conversation.save(self.session)
+                self._put(self.session)
+                self.unsaved = False
             except (OSError, ValueError) as error:
+                self.unsaved = True
                 _say(f"error: the session is not saved: {error}")
+
+    def _put(self, path: Path) -> None:
+        if path.exists() and not self.conversation.knows(path):
+            raise ValueError(f"{path} is there already, and is not of this conversation; name another file")
+        self.conversation.save(path)
 
     def _reset(self, _: str) -> None:
         self.conversation.reset()
@@ -201,10 +223,12 @@ class _Chat:
             _say("error: name a file: /save FILE")
             return
         try:
-            self.conversation.save(path)
+            with _Interruption(waits=True):
+                self._put(path)
         except (OSError, ValueError) as error:
             _say(f"error: {error}")
         else:
+            self.unsaved = False
             _say(f"{path}: {path.stat().st_size:,} bytes")
 
     def _help(self, _: str) -> None:
@@ -215,10 +239,13 @@ class _Chat:
 
 
 class _Interruption:
-    """While an answer comes, the first Ctrl-C asks to stop after its next token, and a second one stops at once."""
+    """While an answer comes, the first Ctrl-C asks to stop after its next token, and a second one stops at once.
 
-    def __init__(self) -> None:
-        self.asked = False
+    While it ``waits``, for what was said to be written, no Ctrl-C stops anything.
+    """
+
+    def __init__(self, waits: bool = False) -> None:
+        self.asked, self.waits = False, waits
 
     def __enter__(self) -> _Interruption:
         self.before = signal.signal(signal.SIGINT, self._ask)
@@ -228,10 +255,10 @@ class _Interruption:
         signal.signal(signal.SIGINT, self.before)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and not self.waits:
             raise KeyboardInterrupt
         self.asked = True
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not self.waits:
             os.write(2, b"\n(stops after this token; Ctrl-C again stops at once)\n")
 
 

@@ -64,7 +64,8 @@ def serve(
     from kvbits.prefixes import PrefixStore
     from kvbits.serve import app, engine, server
 
-    bound = attempt(server.bind, host, port, what=f"cannot listen on {host} port {port}: ")
+    cannot = f"cannot listen on {host} port {port}: "
+    bound = attempt(server.bind, host, port, what=cannot)
     if not server.is_loopback(host) and api_key is None:
         err.print(f"warning: whoever can reach {host} can use this server; give an --api-key", markup=False)
     loaded, tokenizer = load(model, dtype, device)
@@ -74,6 +75,7 @@ def serve(
     ready = attempt(engine.Engine, loaded, parsed, budget, calibration, context, folder)
     name = name or _friendly(model)
     shared = attempt(server.serving, ready, tokenizer, name, queue, max_tokens)
+    attempt(bound.listen, what=cannot)  # another server may have had the address as well, and been ready before
     address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
     err.print(
         f"{name} under {parsed} at {address}/v1\n{budget:,} bytes for caches: one of {ready.room_tokens:,} tokens, "

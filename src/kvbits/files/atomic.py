@@ -56,8 +56,9 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: of ``path``, where no file can be written there.
     """
     path = Path(os.path.realpath(path))
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():  # a folder, or a device such as /dev/null, which a file would replace
+        number, kind = (errno.EISDIR, "a folder") if path.is_dir() else (errno.EINVAL, "a device or the like")
+        raise OSError(number, f"it is {kind}, not a file", str(path))
     sweep(path.parent, f".{glob.escape(path.name)}.*.part")
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:

@@ -382,8 +382,7 @@ class _Announcer:
             # The decoder inside may get the same mask in a form that no longer shows the padding.
             if padding or mask is None or not cache.columns.waiting:
                 cache.columns.begin(mask if padding else None, self._ids(cache, args, kwargs))
-            if cache.columns.rotaries is not None:
-                cache.columns.place(self._positions(args, kwargs))
+            cache.columns.place(self._positions(args, kwargs))
         return args, kwargs
 
     @outside_graphs

@@ -85,11 +85,14 @@ class Columns:
                     "halfway, or a layer was changed by itself; reset() the cache or make a new one"
                 )
             text = self._text(mask, before, batch, added)
+            given, self._positions = self._positions, None
             if self.rotaries is None:
                 self.rows = self.rows.extend(batch, added, text)
             else:
-                self.rows = self._extend_placed(self.rotaries, batch, added, text)
-            self.ids.extend(self._ids, batch, added)
+                self.rows = self._extend_placed(self.rotaries, batch, added, text, given)
+            # Ids say nothing of tokens at other positions than those of their columns; padding has its own count.
+            told = given is None or self.rows.valid is not None or _as_columns(given, before, added)
+            self.ids.extend(self._ids if told else None, batch, added)
             self._ids = None
         if self.rows.columns != before + added or self.rows.batch != batch:
             raise ValueError(
@@ -123,9 +126,10 @@ class Columns:
             )
         return text[:, before:]
 
-    def _extend_placed(self, rotaries: Rotaries, batch: int, added: int, text: torch.Tensor | None) -> Rows:
+    def _extend_placed(
+        self, rotaries: Rotaries, batch: int, added: int, text: torch.Tensor | None, given: torch.Tensor | None
+    ) -> Rows:
         """The rows with ``added`` more columns and the positions that the model rotated their keys by."""
-        given, self._positions = self._positions, None
         before = self.rows.columns
         epoch = rotaries.epoch(self.rows.last_epoch, before + added, added)
         positions = None if given is None else _plane(given, batch, added, text, self.strict)
@@ -144,6 +148,12 @@ class Columns:
         self.rows = rows
         self.ids.crop(rows.columns)
         return rows
+
+
+def _as_columns(positions: torch.Tensor, before: int, added: int) -> bool:
+    """Whether positions ``[..., added]`` are the numbers of the columns."""
+    columns = torch.arange(before, before + added, device=positions.device)
+    return positions.shape[-1:] == columns.shape and bool((positions == columns).all())
 
 
 def _plane(
@@ -224,9 +234,8 @@ class PackedLayer(CacheLayerMixin):
         before, (batch, _, added, _) = self.core.columns, key_states.shape
         rows = self.columns.advance(before, batch, added)
         undo, view = self.core.before(), None
-        if self.core.step(key_states, value_states, rows):
-            self.before = undo
-        else:
+        self.before = undo  # an interruption may come anywhere below
+        if not self.core.step(key_states, value_states, rows):
             view = self.core.append(key_states, value_states, rows)
             # Until the forward ends. Where nothing was packed, undoing needs no buffer, and an outgrown one may go.
             cut = view.blocks.counts != tuple(self.core.store.counts)  # type: ignore[union-attr]
@@ -358,8 +367,7 @@ class KVCache(Cache):
         batch, rows = key_states.shape[0], self.columns.rows.batch
         if rows not in (0, batch):
             raise ValueError(f"this cache holds {rows} rows and got {batch}; reset() it or make a new one")
-        if not isinstance(self.layers[layer_idx], PackedLayer):
-            self._touch(layer_idx, None)  # if it fails, it may have changed
+        self._touch(layer_idx, None)  # if it fails, it may have changed
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._touch(layer_idx, key_states.shape[2])
         return result
@@ -508,10 +516,13 @@ class KVCache(Cache):
             index = index % batch
             self.columns.select(index)
         for layer in self.layers:
-            if not isinstance(layer, PackedLayer):
+            if isinstance(layer, PackedLayer):
+                if batch:
+                    layer.core.select_rows(index, self.columns.rows)
+            elif batch:  # of the three, states of linear attention have this one alone, and it does for all
+                layer.reorder_cache(index)
+            elif hasattr(layer, operation):
                 getattr(layer, operation)(argument)
-            elif batch:
-                layer.core.select_rows(index, self.columns.rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` columns of every layer.

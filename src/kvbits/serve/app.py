@@ -88,7 +88,7 @@ def application(serving: Serving, api_key: str | None, body_bytes: int) -> FastA
         authorize(request, api_key)
         return Response(serving.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -197,6 +197,9 @@ class _Counted:
 
         try:
             await self.app(scope, receive, note)
+        except Exception:  # which those outside of this one answer
+            status = 500 if status == _GONE else status
+            raise
         finally:
             path = scope["path"] if scope["path"] in PATHS else "other"
             self.serving.metrics.requests.labels(path, str(status)).inc()

@@ -32,7 +32,13 @@ class Refused(Exception):
     def body(self) -> dict[str, Any]:
         """``{"error": {...}}``."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": {name: None if value is None else _sendable(value) for name, value in error.items()}}
+
+
+def _sendable(text: str) -> str:
+    """What was asked may be no text that UTF-8 could send back: half of a surrogate pair."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def failed() -> Refused:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -68,13 +67,9 @@ def boolean(value: Any) -> str | None:
     return None if isinstance(value, bool) else f"must be true or false, not {shown(value)}"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def number(low: float, high: float) -> Check:
     def wrong(value: Any) -> str | None:
-        fits = _is_number(value) and low <= value <= high
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
         return None if fits else f"must be a number from {low} to {high}, not {shown(value)}"
 
     return wrong
@@ -130,7 +125,8 @@ def logit_bias(value: Any) -> str | None:
 
 
 def _is_token(text: str) -> bool:
-    return text.isascii() and text.isdigit()
+    """Whether a key is a number as JSON writes it, and no longer than any that Python makes of digits."""
+    return len(text) < 20 and text.isascii() and text.isdigit() and (text == "0" or text[0] != "0")
 
 
 def stream_options(value: Any) -> str | None:

@@ -274,8 +274,11 @@ class _Handler(BaseHandler):
         if biases and max(biases) >= vocabulary:
             raise Refused(f"'logit_bias' names token {max(biases)}; there are {vocabulary}", param="logit_bias")
         temperature, top_p = self.asked.get("temperature"), self.asked.get("top_p")
-        asked = {"temperature": temperature, "top_p": top_p, "logit_bias": biases or None}
-        config = self._build_generation_config(asked, engine.model.generation_config)
+        config = self._build_generation_config(
+            {"temperature": temperature, "top_p": top_p}, engine.model.generation_config
+        )
+        if biases:
+            config.sequence_bias = {(token,): bias for token, bias in biases.items()}
         if temperature or (temperature is None and top_p is not None and top_p < 1):
             config.do_sample = True
             config.top_k = config.top_k or 0  # none, rather than the 50 of Transformers
@@ -344,7 +347,13 @@ class Chat(_Handler, ChatCompletionHandler):
     fields, required = CHAT, "messages"
 
     def tokens(self) -> list[int]:
-        messages = self.get_processor_inputs_from_messages(self.asked["messages"], Modality.LLM)
+        asked = self.asked["messages"]
+        messages = self.get_processor_inputs_from_messages(asked, Modality.LLM)
+        for message, said in zip(messages, asked, strict=True):  # theirs leaves out what is said beside a call
+            if said.get("tool_calls"):
+                alone = {"role": said["role"], "content": said.get("content")}
+                (plain,) = self.get_processor_inputs_from_messages([alone], Modality.LLM)
+                message["content"] = plain["content"]
         variables = self.asked.get("chat_template_kwargs", {})
         return render(self.serving.tokenizer, messages, self.asked.get("tools"), variables)
 

@@ -102,10 +102,14 @@ class Pool:
 
     def _find(self, prompt: torch.Tensor) -> tuple[KVCache, int]:
         one, common, cut = self._longest(prompt)
-        if self.folder is not None and self.folder.common(prompt) > cut + self.folder.scheme.block:
-            cache, covered = self.folder.lookup(prompt)
-            if covered > cut:
-                return cache, covered
+        if self.folder is not None:
+            try:
+                if self.folder.common(prompt) > cut + self.folder.scheme.block:
+                    cache, covered = self.folder.lookup(prompt)
+                    if covered > cut:
+                        return cache, covered
+            except OSError as error:
+                log.warning("the folder of prefixes cannot be read: %s", error)
         if one is None:
             return self.make(), 0
         # A conversation that goes on takes its cache with it. One that shares its beginning shares the blocks of that.
