@@ -75,13 +75,14 @@ def _most(setting: Setting, scheme: Scheme, needed: Callable[[list[Share], int],
 
 def _needs(setting: Setting, scheme: Scheme, split: list[Share], context: int, batch: int) -> list[Need]:
     """What each device has to hold. Devices with the same share are counted once."""
-    stored = memory.stores(setting.shape, scheme, setting.sliding)
+    sliding = setting.sliding and setting.split != "context"  # layers with a window are not shared
+    stored = memory.stores(setting.shape, scheme, sliding)
     known: dict[tuple[object, ...], Need] = {}
     needs = []
     for share in split:
         layers = share.shape.layers
         own = tuple(stored[share.first : share.first + len(layers)])
-        key = (layers, own, share.shape.weights, share.shape.widths, share.parts)
+        key = (layers, own, share.shape.weights, share.shape.widths, share.turns)
         if key not in known:
             known[key] = _need(setting, share, own, scheme.needs_calibration, context, batch)
         needs.append(known[key])
@@ -91,15 +92,16 @@ def _needs(setting: Setting, scheme: Scheme, split: list[Share], context: int, b
 def _need(
     setting: Setting, share: Share, own: tuple[Scheme | None, ...], calibrated: bool, context: int, batch: int
 ) -> Need:
-    shape, source = share.shape, share.tokens(setting.source_tokens)
-    history = setting.history(share.tokens(context))
-    held = memory.of_layers(shape.layers, own, history, batch, calibrated, source)
+    shape, source, turns = share.shape, setting.source_tokens, share.turns
+    history = setting.history(context)
+    held = memory.of_layers(shape.layers, own, history, batch, calibrated, source, turns)
     extra = 0
     if shape.widths is not None:
         piece, packs = max(tokens for tokens, _ in history.runs), any(one is not None and one.packs for one in own)
-        extra = peak.activation_bytes(shape, piece, history.tokens, batch, packs, setting.logits)
+        extra = peak.activation_bytes(shape, share.tokens(piece), share.tokens(context), batch, packs, setting.logits)
+        extra += peak.exchange_bytes(shape, piece, batch) if turns.world > 1 else 0
         pairs = set(zip(shape.layers, own, strict=True))
-        each = (memory.of_layer(*pair, history, batch, calibrated, source).count.total for pair in pairs)
+        each = (memory.of_layer(*pair, history, batch, calibrated, source, turns).count.total for pair in pairs)
         extra += max(each, default=0)
     if setting.weights == "file" and setting.shape.weights is not None and shape.weights is not None:
         whole = weights_bytes(setting.shape.weights, "file", shape.dtype)
