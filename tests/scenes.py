@@ -239,26 +239,3 @@ def both() -> dict[str, Any]:
             "heads": [layer.core.keys.shape[1] for layer in cache.packed_layers], "here": blocks_here(cache),
         }  # fmt: skip
     return found
-
-
-def both_b() -> dict[str, Any]:
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    folder, ids, found = _folder(), prompt(701), {}
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "tp"))
-    spread = LlamaForCausalLM.from_pretrained(folder / "model").eval()
-    plan, *_ = spread._resolve_parallel_plans(DistributedConfig(tp_size=2, tp_plan="auto"))
-    spread = apply_tensor_parallelism(spread, mesh["tp"], plan)
-    whole = tiny()
-    scheme = f"kivi2,{SMALL}"
-    cache, alone_cache = (
-        parallel.cache_for(spread, scheme, mesh=mesh["sequence"], run=1),
-        kvbits.cache_for(whole, scheme),
-    )
-    found[scheme] = {
-        "alone": generated(whole, ids, alone_cache),
-        "together": generated(spread, ids, cache),
-        "heads": [layer.core.keys.shape[1] for layer in cache.packed_layers],
-        "here": blocks_here(cache),
-    }
-    return found

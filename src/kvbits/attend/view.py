@@ -25,9 +25,6 @@ STORED_ORDER = "stored order"
 
 _NO_TRANSFORM = Transform()
 
-_NOTHING_DONE = {"key_transform": _NO_TRANSFORM, "value_transform": _NO_TRANSFORM}
-"""Of a view that has no packed tokens."""
-
 
 class Share(Protocol):
     """The others that hold the rest of a layer's context."""
@@ -90,13 +87,18 @@ class KVView:
             blocks=replace(self.blocks, counts=(0,) * len(self.held)),
         )  # fmt: skip
         rows = self.rows.crop(newest) if newest else self.rows
-        return replace(exact, rows=rows, dropped=rows.columns - held, share=None, **_NOTHING_DONE)
+        return replace(exact, rows=rows, dropped=rows.columns - held, share=None)._of_known_blocks()
 
     def packed_only(self) -> KVView:
         """The same without its exact tokens, for queries that are newer than all of its blocks. Of unpadded rows."""
         packed = replace(self, keys=self.keys[:, :, :0], values=self.values[:, :, :0], held=(0,) * len(self.held))
-        done = {} if self.blocks.longest else _NOTHING_DONE
-        return replace(packed, late=(), share=None, **done)
+        return replace(packed, late=(), share=None)._of_known_blocks()
+
+    def _of_known_blocks(self) -> KVView:
+        """The same, without transforms where nothing is packed that they could be of."""
+        if self.blocks.longest:
+            return self
+        return replace(self, key_transform=_NO_TRANSFORM, value_transform=_NO_TRANSFORM)
 
     @property
     def even(self) -> bool:

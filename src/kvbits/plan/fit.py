@@ -97,7 +97,8 @@ def _need(
     held = memory.of_layers(shape.layers, own, history, batch, calibrated, source, turns)
     extra = 0
     if shape.widths is not None:
-        piece, packs = max(tokens for tokens, _ in history.runs), any(one is not None and one.packs for one in own)
+        piece = max(tokens for tokens, _ in history.runs)
+        packs = any(one is not None and (one.packs or turns.world > 1) for one in own)
         extra = peak.activation_bytes(shape, share.tokens(piece), share.tokens(context), batch, packs, setting.logits)
         extra += peak.exchange_bytes(shape, piece, batch) if turns.world > 1 else 0
         pairs = set(zip(shape.layers, own, strict=True))
