@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SECONDS = 240
+SECONDS = 900
+"""A machine may have other things to do."""
 
 
 class Ended:
