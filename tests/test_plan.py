@@ -22,6 +22,7 @@ from kvbits.growth import Limits
 from kvbits.hf.attach import cache_for, cache_name
 from kvbits.hf.cache import storage_bytes
 from kvbits.hf.loading import DEFAULT_MODEL
+from kvbits.parallel.layer import SharedLayer
 from kvbits.plan import fit, memory, paper, peak
 from kvbits.plan.memory import History
 from kvbits.plan.models import shape_of_config, unrotatable
@@ -35,6 +36,7 @@ from kvbits.plan.shapes import Attention, Layer, Shape, from_json, of_numbers, t
 from kvbits.plan.split import shares
 from kvbits.rotary import Rotary
 from kvbits.scheme import Scheme
+from kvbits.turns import Turns
 from kvbits.types import ByteCount
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -569,33 +571,57 @@ def test_tensor_parallel_splits_heads() -> None:
     assert latent == [1] * 8  # a latent is there on every device
 
 
-def test_context_parallel_splits_tokens() -> None:
-    (one,), four = needs("llama-2-7b", "exact", 1, "context"), needs("llama-2-7b", "exact", 4, "context")
-    assert [need.weights for need in four] == [one.weights] * 4
-    assert sum(need.cache.count.total for need in four) == one.cache.count.total
-    ends = needs("llama-2-7b", "default", 4, "context")
-    assert all(need.cache.count.sinks == ends[0].cache.count.sinks > 0 for need in ends)
+def test_context_parallel_splits_blocks() -> None:
+    """Packed blocks are on one device each; exact tokens and weights on all of them."""
+    for scheme in ("default", "exact,residual=128"):
+        (one,), four = needs("llama-2-7b", scheme, 1, "context"), needs("llama-2-7b", scheme, 4, "context")
+        assert [need.weights for need in four] == [one.weights] * 4
+        assert sum(need.cache.count.codes for need in four) == one.cache.count.codes
+        assert all(need.cache.count.residual == one.cache.count.residual > 0 for need in four)
+        assert all(need.cache.count.sinks == one.cache.count.sinks > 0 for need in four)
+    assert needs("llama-2-7b", "exact", 4, "context") == four  # blocks of exact tokens, so that they can be shared
 
 
-def test_devices_that_do_not_divide_the_tokens_add_up() -> None:
-    """5,003 tokens on 4 devices are 1,251 three times and 1,250; of 3 tokens, 8 devices hold 1 each or none."""
-    for context, devices in ((5003, 4), (3, 8)):
-        (one,), parts = (needs("llama-2-7b", "exact", n, "context", context) for n in (1, devices))
-        assert sum(need.cache.count.total for need in parts) == one.cache.count.total
-        assert sum(need.cache.elements for need in parts) == one.cache.elements
-    shape, exact = config_of("t5"), Scheme.parse("exact")
-    setting = Setting(shape_of_config(shape, dtype=torch.float32), 21, source_tokens=37, devices=4, split="context")
-    one = fit.needs(replace(setting, devices=1), exact)[0].cache.count.total
-    assert sum(need.cache.count.total for need in fit.needs(setting, exact)) == one
+@pytest.mark.parametrize("scheme", ["int4", "kivi2,residual=64,block=32", "exact", "int4-static"])
+@pytest.mark.parametrize("calls", [[3000], [1000, 700, *[1] * 300], [256] * 9])
+def test_shares_of_a_context_are_foretold(scheme: str, calls: list[int]) -> None:
+    """Each rank's bytes are those of a live layer that holds its blocks."""
+    attention = Attention(2, 64, 64, torch.float32, torch.float32)
+    parsed = Scheme.parse(scheme)
+    live = parsed if parsed.packs else replace(parsed, residual=128)
+    for rank in range(3):
+        turns = Turns(rank, 3, 2)
+        layer = SharedLayer(live, "layer", None, ({}, {}), None, turns)  # type: ignore[arg-type] # nothing is asked
+        for tokens in calls:
+            layer.append(torch.randn(2, 2, tokens, 64), torch.randn(2, 2, tokens, 64))
+        found = memory.packed(parsed, attention, history(calls), 2, False, turns)
+        assert found.count == ByteCount(**layer.nbytes())
+        assert found.elements == layer.elements
 
 
-def test_new_tokens_are_on_the_devices_that_hold_the_end() -> None:
-    setting = Setting(of_numbers(2, 2, 64), 8000, steps=3000, devices=4, split="context")
-    scheme = Scheme.parse("kivi4")
-    prompt, _, mixed, grown = (need.cache for need in fit.needs(setting, scheme))
-    assert prompt == memory.cache(setting.shape, scheme, History.of(2000))
-    assert mixed == memory.cache(setting.shape, scheme, History.of(2000, 1000))
-    assert grown == memory.cache(setting.shape, scheme, History.of(2000, 2000))
+def test_ten_million_tokens_on_eight_ranks_that_share_them() -> None:
+    """Nothing is allocated: the bytes of each rank, and that every number fits the type that holds it."""
+    shape, scheme, tokens = shape_of("llama-3.1-8b"), Scheme.parse("default"), 10**7
+    setting = Setting(shape, tokens, devices=8, split="context", chunk=8192)
+    ranks = fit.needs(setting, scheme)
+    (whole,) = fit.needs(replace(setting, devices=1), scheme)
+    assert sum(need.cache.count.codes for need in ranks) == whole.cache.count.codes
+    assert max(need.cache.count.total for need in ranks) < 1.15 * whole.cache.count.total / 8
+    assert max(need.total for need in ranks) < 80 * GIB < whole.total
+    attention = shape.layers[0].attention
+    assert attention is not None
+    record, blocks = memory.record_of(scheme, attention), tokens // scheme.block
+    assert tokens < 2**30, "the kernels number tokens in 32 bits, and refuse more than 2**30"
+    # All the rest is counted in int64: table entries, places in a pool, elements of it as 16-bit words.
+    pool = torch.empty(Turns(0, 8, 1).count(blocks), attention.heads, record.nbytes, dtype=torch.uint8, device="meta")
+    assert pool.shape[0] * pool.stride(0) == pool.nbytes > 2**30
+    assert -(-pool.nbytes // 2) < 2**63 and blocks < 2**31
+
+
+def test_the_context_of_an_encoder_decoder_is_not_shared() -> None:
+    shape = shape_of_config(config_of("t5"), dtype=torch.float32)
+    with pytest.raises(ValueError, match="has an encoder, and kvbits\\.parallel shares the context of decoders only"):
+        Setting(shape, 21, devices=4, split="context")
 
 
 def test_ten_million_tokens_fit_on_eight_devices_by_heads_in_the_papers_bits_only() -> None:
@@ -776,7 +802,7 @@ def test_notes_say_what_a_reader_should_know() -> None:
     setting = Setting(shape_of("gemma-2-9b"), 20_000, memory_bytes=80 * GIB, devices=2, split="tensor")
     notes = "\n".join(plan(setting, ["exact", "nuq3"]).notes)
     for part in ("21 of 42 layers have a window", "made for 8,192 tokens", "nuq3 needs a calibration", "--reserve 1GiB",
-                 "does not run a tensor split", "the exact cache fits", "--chunk 2048"):  # fmt: skip
+                 "started by torchrun", "the exact cache fits", "--chunk 2048"):  # fmt: skip
         assert part in notes
     assert [name for name in PRESETS if "no sdpa" in "".join(plan(Setting(shape_of(name), 9), ["exact"]).notes)] == [
         "gemma-2-9b",

@@ -279,7 +279,7 @@ double once(bool& decoded_alike) {
     if (chance(20)) job.sink_logits = floats(sinks, q_heads, 1);
 
     // Attention in double precision over what the versions decode, all to the same bits.
-    std::vector<double> truth(size_t(job.batch * q_heads * job.queries * v.channels));
+    std::vector<double> truth(size_t(job.batch * q_heads * job.queries * v.channels)), true_sums(size_t(job.batch * q_heads * job.queries));
     for (int b = 0; b < job.batch; ++b)
         for (int h = 0; h < job.heads; ++h) {
             const int packed = job.counts[size_t(b)] * tokens, all = packed + job.held[size_t(b)];
@@ -366,6 +366,7 @@ double once(bool& decoded_alike) {
                         if (t < packed && job.value_mean)
                             for (int c = 0; c < v.channels; ++c) sum[size_t(c)] += p * job.value_mean[h * v.channels + c];
                     }
+                    true_sums[size_t((b * q_heads + q_head) * job.queries + q)] = top > -INFINITY ? top + std::log(weight) : -INFINITY;
                     double* to = &truth[size_t(((b * q_heads + q_head) * job.queries + q) * v.channels)];
                     for (int c = 0; c < v.channels; ++c) {
                         double x = job.value_rotation ? 0 : sum_packed[size_t(c)];
@@ -379,8 +380,16 @@ double once(bool& decoded_alike) {
     for (const Kernels* kernels : all_kernels()) {
         out.make(Type::f32, {job.batch, q_heads, job.queries, value_channels}, false);
         job.output = out.array;
+        std::vector<float> log_sums(true_sums.size(), NAN);
+        job.log_sums = log_sums.data();
         attend(job, *kernels, any(1, 3));
+        job.log_sums = nullptr;
         double here = 0;
+        for (size_t n = 0; n < true_sums.size(); ++n) {
+            if (std::isinf(true_sums[n]) && std::isinf(log_sums[n])) continue;
+            const double error = std::fabs(log_sums[n] - true_sums[n]) / std::fmax(1, std::fabs(true_sums[n]));
+            here = std::isnan(error) || error > 1e-3 ? INFINITY : here;
+        }
         for (size_t n = 0; n < truth.size(); ++n) {
             const double error = std::fabs(get(out.memory.data() + 4 * n, Type::f32) - truth[n]);
             here = error >= here ? error : here;

@@ -66,7 +66,7 @@ _LAZY = {
     "save": "kvbits.saving",
 }
 
-_MODULES = ("attend", "cache", "catalogue", "codecs", "scheme", "store")
+_MODULES = ("attend", "cache", "catalogue", "codecs", "parallel", "scheme", "store")
 
 
 def __getattr__(name: str) -> Any:

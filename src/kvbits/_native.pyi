@@ -46,6 +46,7 @@ def attend(
     scaling: float,
     softcap: float,
     sink_logits: torch.Tensor | None,
+    log_sums: torch.Tensor | None = None,
     /,
 ) -> None: ...
 def decode(

@@ -37,6 +37,9 @@ ENCODE_BLOCKS = 16
 _Ranges: TypeAlias = Sequence[tuple[int | None, int]]
 """Rows (None: all of them) and how many blocks each packs."""
 
+Encoded: TypeAlias = Sequence[tuple[int | None, list[Packed], list[Packed]]]
+"""Rows (None: all of them), and the blocks of keys and of values that each packs."""
+
 _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
@@ -138,6 +141,11 @@ class LayerCache:
         """Columns seen so far, padding included."""
         return self.rows.columns
 
+    @property
+    def packed_blocks(self) -> list[int]:
+        """Blocks that have been packed of each row, wherever they are."""
+        return [] if self.store is None else self.store.counts
+
     # -- growing ---------------------------------------------------------------------------------------------------
 
     @_outlasting
@@ -232,31 +240,41 @@ class LayerCache:
         late, order = self._find_late(work[0], total, blocks)
         # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
         ranges = [(None, blocks[0])] if even else list(enumerate(blocks))
-        most = self.store.longest + max(blocks)
+        most = max(self.packed_blocks) + max(blocks)
         params, fitted = [self.key_params, self.value_params], list(self.fitted)
         for side in range(2):
             if not fitted[side]:
-                params[side], fitted[side] = self._fit(side, _Work(work[side], order), ranges, rows, most)
+                params[side], fitted[side] = self._fit(side, Work(work[side], order), ranges, rows, most)
         transforms = self._transforms(params[0], rows, most)
         encoded = [
-            (row, self._encode(0, _Work(work[0], order), row, count, params[0], transforms[0]),
-             self._encode(1, _Work(work[1], order), row, count, params[1], transforms[1]))
+            (row, self._encode(0, Work(work[0], order), row, range(count), params[0], transforms[0]),
+             self._encode(1, Work(work[1], order), row, range(count), params[1], transforms[1]))
             for row, count in ranges if count
         ]  # fmt: skip
-        copies = len(total) if even else 1
-        self.store.reserve(copies * sum(count for _, count in ranges), most)
+        self._make_room(encoded, most)
         left = [tokens - count * self.scheme.block for tokens, count in zip(total, blocks, strict=True)]
-        rest = [self._rest(_Work(x, order), total, left) for x in work]
+        rest = [self._rest(Work(x, order), total, left) for x in work]
         # Nothing below allocates or can fail.
         self.rows, self.held, self.fitted = rows, total, (fitted[0], fitted[1])
         self.key_params, self.value_params = params
         view = self._view(work[0], work[1], offset)
-        for row, packed_keys, packed_values in encoded:
-            for piece_keys, piece_values in zip(packed_keys, packed_values, strict=True):
-                self.store.append(row, piece_keys, piece_values)
+        self._keep(encoded, blocks)
         self.held, (self.keys, self.values), self.late = left, rest, late
         self.even = len(set(left)) == 1
         return view
+
+    def _make_room(self, encoded: Encoded, most: int) -> None:
+        """Make room for blocks, so that :meth:`_keep` cannot fail; ``most`` are those of the longest row then."""
+        assert self.store is not None
+        shapes = [next(iter(piece.values())).shape for _, keys, _ in encoded for piece in keys]  # [B, H, n, ...]
+        self.store.reserve(sum(shape[0] * shape[2] for shape in shapes), most)
+
+    def _keep(self, encoded: Encoded, blocks: list[int]) -> None:
+        """Take the blocks that were encoded; ``blocks`` of each row."""
+        assert self.store is not None
+        for row, packed_keys, packed_values in encoded:
+            for piece_keys, piece_values in zip(packed_keys, packed_values, strict=True):
+                self.store.append(row, piece_keys, piece_values)
 
     def _find_late(self, keys: torch.Tensor, total: list[int], blocks: list[int]) -> tuple[Late, torch.Tensor | None]:
         """The late sinks of each row once ``blocks`` are packed, and the order of its exact slots then.
@@ -278,7 +296,7 @@ class LayerCache:
             found += choose(rows[:, :, begin[row] : begin[row] + count[row] + room], count[row], room)
         late = []
         for row, at in enumerate(found):
-            first = begin[row] + self.store.counts[row] * self.scheme.block  # recent tokens lie as in the text
+            first = begin[row] + self.packed_blocks[row] * self.scheme.block  # recent tokens lie as in the text
             late.append((*self.late[row], *(first + position for position in at)))
         if not any(late):
             return tuple(late), None
@@ -294,7 +312,7 @@ class LayerCache:
             order[row, :last] = torch.cat([slots[:sinks], slots[:last][packed], slots[:last][kept]])
         return tuple(late), order
 
-    def _fit(self, side: int, work: _Work, ranges: _Ranges, rows: Rows, most: int) -> tuple[Params, bool]:
+    def _fit(self, side: int, work: Work, ranges: _Ranges, rows: Rows, most: int) -> tuple[Params, bool]:
         """What to learn of one side from the first tokens that are packed, and whether that is final."""
         codec = (self.scheme.key, self.scheme.value)[side]
         params = dict(self.learned[side])
@@ -313,7 +331,7 @@ class LayerCache:
         # All zeros say nothing of what will come. They stay zeros under any other scale, but not beside a zero.
         return params, codec.format.zero or bool(samples.any())
 
-    def _first_packed(self, work: _Work, ranges: _Ranges, transform: Transform) -> torch.Tensor:
+    def _first_packed(self, work: Work, ranges: _Ranges, transform: Transform) -> torch.Tensor:
         """The tokens to be packed, as ``[B or 1, H, T, D]`` of samples: none that stay exact, whatever they hold."""
         size, sinks = self.scheme.block, self.sinks
         pieces = []
@@ -324,8 +342,7 @@ class LayerCache:
 
     def _begin(self, row: int | None) -> int:
         """The first block that is new in a row."""
-        assert self.store is not None
-        return self.store.counts[row or 0]
+        return self.packed_blocks[row or 0]
 
     def _transforms(self, key_params: Params, rows: Rows, blocks: int) -> tuple[Transform, Transform]:
         """What is done to keys and values before they are encoded, for ``blocks`` blocks of every row."""
@@ -349,14 +366,15 @@ class LayerCache:
         return pair
 
     def _encode(
-        self, side: int, work: _Work, row: int | None, blocks: int, params: Params, transform: Transform
+        self, side: int, work: Work, row: int | None, blocks: range, params: Params, transform: Transform
     ) -> list[Packed]:
+        """Encode some of the ``blocks`` that a row packs now, counted from 0."""
         block, sinks = self.scheme.block, self.sinks
         codec, what = ((self.scheme.key, "keys"), (self.scheme.value, "values"))[side]
         transform = transform.of_row(row)
         packed = []
-        for first in range(0, blocks, ENCODE_BLOCKS):
-            last = min(blocks, first + ENCODE_BLOCKS)
+        for first in range(blocks.start, blocks.stop, ENCODE_BLOCKS):
+            last = min(blocks.stop, first + ENCODE_BLOCKS)
             piece = work.take(row, sinks + first * block, sinks + last * block)
             if not transform.is_nothing:
                 piece = transform.apply(piece, self._begin(row) + first)
@@ -364,17 +382,21 @@ class LayerCache:
             try:
                 packed.append(encode(codec, piece, params))
             except Unsound as found:
-                raise ValueError(
-                    f"{self.name}: {found.count} of the {what} to be packed are NaN, infinite or above "
-                    f"{found.limit:g}, which {codec} blocks cannot hold without spoiling their neighbours; the model "
-                    "is broken at this point (try float32 or bfloat16 instead of float16), or use the scheme 'exact'"
-                ) from None
+                raise self._unsound(side, found) from None
             if params and what not in self.warned and (warning := codec.saturation(piece, params)):
                 self.warned.add(what)
                 warnings.warn(f"{self.name}, {what}: {warning}", RuntimeWarning, stacklevel=2)
         return packed
 
-    def _rest(self, work: _Work, total: list[int], left: list[int]) -> torch.Tensor:
+    def _unsound(self, side: int, found: Unsound) -> ValueError:
+        codec, what = ((self.scheme.key, "keys"), (self.scheme.value, "values"))[side]
+        return ValueError(
+            f"{self.name}: {found.count} of the {what} to be packed are NaN, infinite or above {found.limit:g}, which "
+            f"{codec} blocks cannot hold without spoiling their neighbours; the model is broken at this point (try "
+            "float32 or bfloat16 instead of float16), or use the scheme 'exact'"
+        )
+
+    def _rest(self, work: Work, total: list[int], left: list[int]) -> torch.Tensor:
         """A fresh buffer with what stays exact; the old one may still be in an attention call's hands."""
         rest = self._buffer(work.tokens, max(left))
         rows = list(enumerate(zip(total, left, strict=True)))
@@ -422,7 +444,8 @@ class LayerCache:
     def _view(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> KVView:
         assert self.store is not None
         longest = max(self.held, default=0)
-        key_transform, value_transform = self._transforms(self.key_params, self.rows, self.store.longest)
+        longest_packed = max(self.packed_blocks, default=0)
+        key_transform, value_transform = self._transforms(self.key_params, self.rows, longest_packed)
         return KVView(
             scheme=self.scheme,
             keys=keys[:, :, :longest],
@@ -483,7 +506,7 @@ class LayerCache:
 
     def before(self) -> Before:
         """What :meth:`undo` needs to take back the next :meth:`append`."""
-        counts = () if self.store is None else tuple(self.store.counts)
+        counts = tuple(self.packed_blocks)
         lost = () if self.store is None else tuple(self._lost())
         params = (self.key_params, self.value_params)
         return Before(self.rows, self.keys, self.values, self.held, counts, params, self.fitted, lost, self.late)
@@ -498,11 +521,11 @@ class LayerCache:
         if tuple(self._lost()) != before.lost:
             return False
         (self.key_params, self.value_params), self.fitted = before.params, before.fitted
-        if tuple(self.store.counts) == before.counts:
+        if tuple(self.packed_blocks) == before.counts:
             self.crop(self.columns - before.rows.columns, before.rows)
             return True
         # The buffers from before a block was packed are as they were: what stays exact went into new ones.
-        self.store.truncate(before.counts)
+        self._truncate(before.counts)
         self.rows, self.keys, self.values, self.held = before.rows, before.keys, before.values, before.held
         self.late, self.even = before.late, len(set(self.held)) == 1
         return True
@@ -531,7 +554,7 @@ class LayerCache:
             )
         assert self.store is not None
         cuts = [self._cut(row, tokens, rows.counts[row]) for row, tokens in enumerate(gone)]
-        if [cut.blocks for cut in cuts] != self.store.counts:
+        if [cut.blocks for cut in cuts] != self.packed_blocks:
             self._unpack(cuts)
         else:
             self._shrink(max(cut.held for cut in cuts))
@@ -543,8 +566,7 @@ class LayerCache:
 
     def _cut(self, row: int, gone: int, left: int) -> _Cut:
         """What is left of a row when it loses its last ``gone`` own tokens and keeps the first ``left``."""
-        assert self.store is not None
-        block, held, late, packed = self.scheme.block, self.held[row], self.late[row], self.store.counts[row]
+        block, held, late, packed = self.scheme.block, self.held[row], self.late[row], self.packed_blocks[row]
         sinks = min(held, self.sinks)
         older = gone - (held - sinks - len(late))  # tokens to lose that are not recent
         if older <= 0:
@@ -566,7 +588,7 @@ class LayerCache:
             return min(columns, self.columns)
         if self.window is not None and self.columns >= self.window:
             return 0
-        return whole_tokens(columns, self.held[0], self.store.counts[0], self.sinks, self.scheme.block, self.late[0])
+        return whole_tokens(columns, self.held[0], self.packed_blocks[0], self.sinks, self.scheme.block, self.late[0])
 
     def _unpack(self, cuts: list[_Cut]) -> None:
         """Keep what ``cuts`` say of each row; the border of a block that is cut becomes exact tokens.
@@ -598,8 +620,13 @@ class LayerCache:
                     fresh[row, :, begin : cut.held] = fresh[row, :, begin : cut.held].index_select(1, rank)
             restored.append(fresh)
         self.keys, self.values = restored
-        self.store.truncate([cut.blocks for cut in cuts])
+        self._truncate([cut.blocks for cut in cuts])
         self.store.trim()
+
+    def _truncate(self, counts: Sequence[int]) -> None:
+        """Keep the first ``counts[b]`` packed blocks of row ``b``."""
+        assert self.store is not None
+        self.store.truncate(counts)
 
     def _ranks(self, cut: _Cut) -> torch.Tensor:
         """Which of ``[border | back]`` come first, second and so on in the text."""
@@ -643,7 +670,7 @@ class LayerCache:
 
     def fork(self) -> LayerCache:
         """Another layer that holds the same and goes on by itself. Packed blocks are shared, exact tokens copied."""
-        twin = LayerCache(self.scheme, self.window, self.name, self.rotary, self.learned)
+        twin = self._empty()
         twin.key_params, twin.value_params, twin.fitted = self.key_params, self.value_params, self.fitted
         twin.warned = set(self.warned)
         if self.keys is not None and self.values is not None and self.store is not None:
@@ -651,6 +678,10 @@ class LayerCache:
             exact = self.keys[:, :, :longest], self.values[:, :, :longest]
             twin.restore(self.rows, *exact, self.held, self.late, self.store.fork(), self.dropped)
         return twin
+
+    def _empty(self) -> LayerCache:
+        """Another one that holds nothing."""
+        return LayerCache(self.scheme, self.window, self.name, self.rotary, self.learned)
 
     def _adopt(self) -> None:
         """Take tensors that may be changed: a copy made under ``torch.inference_mode()`` has others."""
@@ -724,7 +755,7 @@ class LayerCache:
             self.keys, self.values = self.keys[:, :, :room].clone(), self.values[:, :, :room].clone()
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """Exact tokens of which some are about to be packed.
 
     Attributes:

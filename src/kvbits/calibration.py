@@ -24,6 +24,7 @@ from kvbits.catalogue import CATALOGUE
 from kvbits.codecs import Codec
 from kvbits.files import ABOUT, FORMAT, WEIGHTS, Calibration, Side, about_tensors, alone, replacing, save_tensors
 from kvbits.fitting import SHORTEST, Fit, Samples, fit_layer
+from kvbits.heads import Heads
 from kvbits.scheme import SINK_TOKENS, Scheme, parse_codec
 
 if TYPE_CHECKING:
@@ -130,6 +131,11 @@ def calibrate(
     if checkpointing not in ("auto", "on", "off"):
         raise ValueError(f"checkpointing={checkpointing!r} is unknown; allowed are 'auto', 'on', 'off'")
     schemes = _schemes(scheme)
+    if (heads := Heads.of(model)).world > 1:
+        raise ValueError(
+            f"this process has {heads}, and a calibration is of all of them: calibrate in one process (device_map "
+            "spreads a model that is too large), and give the result to cache_for on every rank, which takes its part"
+        )
     ids = sample_ids(texts, tokenizer, samples, length, longest_text(model.config))
     refuse_foreign(model, ids)
     if ids.shape[1] < sinks + SHORTEST:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from kvbits.heads import Heads, elements
+
 ELEMENTS = 32
 """Of each parameter that are compared, evenly spaced: a finetune of a single layer differs in some of them."""
 
@@ -28,22 +30,28 @@ _FREQUENCIES_TOLERANCE = 1e-2
 
 
 def of_model(model: Any) -> dict[str, Any]:
-    """Plain JSON data: class, configuration, digest of :func:`weights`, rotary frequencies."""
+    """Plain JSON data: class, configuration, digest of :func:`weights`, rotary frequencies, and which part it is."""
     sampled = weights(model)
     return {
-        "class": type(model).__name__,
+        "class": _class_of(model),
         "config": dict(_flat(model.config.to_diff_dict())),
         "weights": digest(sampled),
         "dtype": str(next((p.dtype for p in model.parameters() if p.is_floating_point()), None)).removeprefix("torch."),
         "rotary": {name: [float(f"{x:.6g}") for x in values] for name, values in _frequencies(model)},
+        **({"heads": list(heads)} if (heads := Heads.of(model)).world > 1 else {}),
     }
+
+
+def _class_of(model: Any) -> str:
+    """Its class; FSDP puts one of its own before it."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
 
 
 def weights(model: Any) -> torch.Tensor:
     """Up to :data:`ELEMENTS` elements of each parameter that is in memory, bfloat16, on the CPU.
 
     Rounded to bfloat16, a model is the same whether it was loaded in float32 or in bfloat16. Quantized weights are
-    whole numbers, in parameters or in buffers.
+    whole numbers, in parameters or in buffers. Where tensor parallel spreads a parameter, what another rank has is NaN.
     """
     parts = [_spread(x.detach()) for x in (*model.parameters(), *_whole_numbers(model)) if x.device.type != "meta"]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.bfloat16)
@@ -84,7 +92,8 @@ def differences(
 ) -> list[str]:
     """How the model ``here`` differs from the one something was made for, in words; empty where it does not.
 
-    With their :func:`weights`, one that was loaded in float16 does not differ from itself in another type.
+    With their :func:`weights`, one that was loaded in float16 does not differ from itself in another type, and one
+    rank of a model does not differ from the whole.
     """
     if here["class"] != there["class"]:
         return [f"this is a {here['class']}, not a {there['class']}"]
@@ -100,7 +109,11 @@ def differences(
         found.append("its rotary frequencies are others")
     same = here["weights"] == there["weights"]
     if not same and weights_here is not None and weights_there is not None:
-        same = _equal_in_half(here, there, weights_here, weights_there)
+        if weights_here.shape == weights_there.shape:
+            present = ~weights_here.isnan()
+            weights_here, weights_there = weights_here[present], weights_there[present]
+            same = bool(present.any()) and torch.equal(weights_here, weights_there)
+        same = same or _equal_in_half(here, there, weights_here, weights_there)
     if not found and not same:
         found.append("its weights are others: a finetune, another checkpoint or another quantization of them")
     return found
@@ -136,9 +149,8 @@ def _flat(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _spread(x: torch.Tensor) -> torch.Tensor:
     """Evenly spaced elements of a tensor, bfloat16 on the CPU."""
-    flat = x.flatten() if x.is_contiguous() else x.reshape(-1)
-    index = torch.linspace(0, max(0, flat.numel() - 1), min(ELEMENTS, flat.numel()), dtype=torch.float64).long()
-    return flat[index.to(flat.device)].to("cpu", torch.bfloat16)
+    index = torch.linspace(0, max(0, x.numel() - 1), min(ELEMENTS, x.numel()), dtype=torch.float64).long()
+    return elements(x, index).to("cpu", torch.bfloat16)
 
 
 def _frequencies(model: Any) -> Iterator[tuple[str, list[float]]]:

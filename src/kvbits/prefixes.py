@@ -25,6 +25,7 @@ from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration, alone, load_calibration
 from kvbits.files.atomic import sweep
 from kvbits.files.sealed import Damaged, Foreign, Newer, length_of, write
+from kvbits.heads import Heads
 from kvbits.hf.attach import cache_for
 from kvbits.hf.cache import KVCache, PackedLayer
 from kvbits.saving import Saved, Tokens, contents, tokens_of
@@ -89,6 +90,11 @@ class PrefixStore:
     ) -> None:
         if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
             raise ValueError(f"budget_bytes={budget_bytes!r} is no number of bytes; give for example 10 * 2**30")
+        if Heads.of(model).world > 1:
+            raise ValueError(
+                "a store of prefixes serves one process: ranks of tensor parallel could find different entries, and "
+                "would then wait for each other for good; save and load by name, kvbits.save(cache, 'NAME.{rank}')"
+            )
         self.folder, self.budget_bytes, self.model = Path(folder), budget_bytes, model
         self.scheme, self.sliding = Scheme.parse(scheme), sliding
         if isinstance(calibration, (str, Path)):

@@ -19,6 +19,7 @@ from kvbits import __version__, fingerprint
 from kvbits.files.layer import restore, state_of
 from kvbits.files.plain import from_plain, to_plain
 from kvbits.files.sealed import Content, Damaged, Sealed, write
+from kvbits.heads import Heads
 from kvbits.hf.attach import make_cache, refuse_unless_served
 from kvbits.hf.cache import KVCache, PackedLayer
 from kvbits.hf.devices import devices_of_layers
@@ -29,6 +30,8 @@ from kvbits.scheme import Scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_RANK = "{rank}"
 
 Tokens = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -43,19 +46,26 @@ def save(
 ) -> Path:
     """Write all that a cache holds into one file, as a whole or not at all, in place of what is there.
 
+    With tensor parallel each rank writes the KV heads that it has, into a file of its own.
+
     Args:
         cache: while its model is there.
+        path: of the file. With tensor parallel, ``{rank}`` in it stands for the number of the rank.
         tokens: ids that it has read, ``[columns]`` or ``[B, columns]``. A cache notes them itself; they are needed
             only where a call brought embeddings in place of ids, and must agree with what was noted.
         tokenizer: so that :func:`load` can tell one with another vocabulary.
         note: any JSON data to keep with it, such as the messages of a chat.
 
     Raises:
-        ValueError: if the tokens are not those of the cache, or for something in it that cannot be stored.
+        ValueError: if the tokens are not those of the cache, for something in it that cannot be stored, or where
+            several ranks would write one file.
         OSError: if the file cannot be written; the old one is then still there.
     """
-    write(Path(path), *contents(cache, tokens, tokenizer, note))
-    return Path(path)
+    about, tensors = contents(cache, tokens, tokenizer, note)
+    assert cache.model is not None
+    own = _of_rank(path, Heads.of(cache.model))
+    write(own, about, tensors)
+    return own
 
 
 def load(
@@ -71,7 +81,7 @@ def load(
     meanwhile (:func:`save` never does, and to remove it is fine).
 
     Args:
-        path: the file.
+        path: the file; with tensor parallel ``{rank}`` in it is as for :func:`save`.
         model: on any device; in the same dtype as before.
         tokenizer: if given, it must have the vocabulary of the one that was given to :func:`save`.
         verify: read the whole file and compare its digests. Without, those of the header alone are.
@@ -80,7 +90,18 @@ def load(
         FileNotFoundError: if there is no such file.
         ValueError: if it is damaged, of a later release, or no cache, or not for this model; the reason says which.
     """
-    return Saved(path).cache(model, tokenizer=tokenizer, verify=verify)
+    own = str(path).replace(_RANK, str(Heads.of(model).rank))
+    return Saved(own).cache(model, tokenizer=tokenizer, verify=verify)
+
+
+def _of_rank(path: str | Path, heads: Heads) -> Path:
+    """The file that this rank writes."""
+    if heads.world > 1 and _RANK not in str(path):
+        raise ValueError(
+            f"{heads.world} ranks have a part of this cache each, and all would write {path}: name it with {_RANK} "
+            f"for the number of the rank, such as {Path(path).with_suffix(f'.{_RANK}{Path(path).suffix}')}"
+        )
+    return Path(str(path).replace(_RANK, str(heads.rank)) if heads.world > 1 else path)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -134,6 +155,8 @@ def _model_of(cache: KVCache) -> PreTrainedModel:
     """The model of a cache that can be stored."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"save takes a cache that kvbits.cache_for made, not {type(cache).__name__}")
+    if cache.unsaved:
+        raise ValueError(cache.unsaved)
     cache.settle()
     if not cache.packed_layers:
         raise ValueError(
@@ -308,6 +331,9 @@ class Saved:
 def differences(about: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
     """How a model differs from that of a saved cache, in words; empty where it does not."""
     here, there = fingerprint.of_model(model), about["model"]
+    ours, theirs = Heads(*here.get("heads", ())), Heads(*there.get("heads", ()))
+    if ours != theirs:  # their weights are then others, too
+        return [f"the file has {theirs}, and this process {ours}"]
     found = fingerprint.differences(here, there)
     if not found and here["dtype"] != there["dtype"]:
         found.append(f"it is {here['dtype']}, not {there['dtype']}, and so are its keys and values")

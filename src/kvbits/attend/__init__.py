@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvbits.attend import native, reference, triton_decode
-from kvbits.attend.call import Call
+from kvbits.attend.call import Call, Partial
 from kvbits.attend.transform import Rope, Transform
-from kvbits.attend.view import KVView
+from kvbits.attend.view import KVView, Share
 from kvbits.numerics.modes import without_autocast
 
-__all__ = ["KERNELS", "Call", "KVView", "Kernel", "Rope", "Transform", "attend", "choose", "explain"]
+__all__ = [
+    "KERNELS", "Call", "KVView", "Kernel", "Partial", "Rope", "Share", "Transform", "attend", "choose", "explain"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,28 @@ class Kernel:
         name: for ``explain`` and for results.
         why_not: reasons why it cannot run this call; empty where it can.
         run: the call to ``[B, Hq, q, Dv]`` in the query's dtype.
+        partial: the call to the output and the log-sums of what is held here, for contexts that are shared.
     """
 
     name: str
     why_not: Callable[[Call], list[str]]
     run: Callable[[Call], torch.Tensor]
+    partial: Partial
+
+    def joined(self) -> Kernel:
+        """The same for a view that others hold a share of."""
+
+        def run(call: Call) -> torch.Tensor:
+            assert call.view.share is not None
+            return call.view.share.join(call, self.partial)
+
+        return replace(self, run=run)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("native", native.why_not, native.run),
-    Kernel("triton", triton_decode.why_not, triton_decode.run),
-    Kernel("reference", reference.why_not, reference.run),
+    Kernel("native", native.why_not, native.run, native.partial),
+    Kernel("triton", triton_decode.why_not, triton_decode.run, triton_decode.partial),
+    Kernel("reference", reference.why_not, reference.run, reference.partial),
 )
 
 
@@ -42,7 +55,7 @@ def choose(call: Call) -> Kernel:
     """The first kernel without a reason against it."""
     for kernel in KERNELS:
         if not kernel.why_not(call):
-            return kernel
+            return kernel if call.view.share is None else kernel.joined()
     raise ValueError("no kernel fits this call: " + "; ".join(explain(call)))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -49,3 +51,8 @@ class Call:
             raise ValueError(
                 f"mask {tuple(mask.shape)} does not fit {query.shape[2]} query tokens over {view.kv_columns} columns"
             )
+
+
+Partial: TypeAlias = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
+"""A call, without sinks in its denominator, to its output ``[B, Hq, q, Dv]`` and the log of its sums of ``exp(score)``
+``[B, Hq, q]`` (-inf where nothing was seen): float32, or float64 for float64 queries."""

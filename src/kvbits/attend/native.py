@@ -78,8 +78,31 @@ def run(call: Call) -> torch.Tensor:
     return out
 
 
-def _attend(call: Call, query: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None, column: int) -> None:
-    """Attention of the query tokens from ``column`` on, into ``out``."""
+def partial(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sums of one piece of the context; see :data:`kvbits.attend.call.Partial`."""
+    view, query = call.view, call.query
+    batch, heads, queries, _ = query.shape
+    out = query.new_empty(batch, heads, queries, view.values.shape[3], dtype=torch.float32)
+    log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
+    for first in range(0, queries, QUERIES_AT_ONCE):
+        last = min(queries, first + QUERIES_AT_ONCE)
+        mask = None if call.mask is None else call.mask[:, :, first:last]
+        column = view.rows.columns - queries + first
+        sums = log_sums.new_empty(batch, heads, last - first)
+        _attend(call, query[:, :, first:last], out[:, :, first:last], mask, column, sums)
+        log_sums[:, :, first:last] = sums
+    return out, log_sums
+
+
+def _attend(
+    call: Call,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    mask: torch.Tensor | None,
+    column: int,
+    log_sums: torch.Tensor | None = None,
+) -> None:
+    """Attention of the query tokens from ``column`` on, into ``out``, and where asked for its log-sums."""
     module, isa, _ = library()
     assert module is not None
     view = call.view
@@ -98,6 +121,7 @@ def _attend(call: Call, query: torch.Tensor, out: torch.Tensor, mask: torch.Tens
         None if plain and mask is None else view.column_of, view.offset, column, call.window or 0,
         plain and first_token + blocks.longest * record.tokens <= column + 1, plain and column == view.rows.columns - 1,
         call.scaling, call.softcap or 0.0, None if call.sink_logits is None else call.sink_logits.float().contiguous(),
+        log_sums,
     )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ float32 (float64 for float64 queries). Grouped queries meet a KV head's tile tog
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -42,12 +42,31 @@ def run(call: Call) -> torch.Tensor:
     grouped = query.to(compute).unflatten(1, (heads, -1))  # [B, H, G, q, Dk]
     if _is_one_piece(call):
         return narrow(_one_piece(call, grouped), query.dtype)
-    softmax = _OnlineSoftmax(grouped * call.scaling, call.softcap)
-    for keys, values, mask in _pieces(call, compute):
-        softmax.add(keys, values, mask)
+    softmax = _over_pieces(call, grouped)
     if softmax.state is None:  # nothing but padding so far: there is nothing to see
         return query.new_zeros(*query.shape[:3], view.values.shape[3])
     return narrow(softmax.finish(call.sink_logits).flatten(1, 2), query.dtype)
+
+
+def partial(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sums of one piece of the context; see :data:`kvbits.attend.call.Partial`."""
+    view, query = call.view, call.query
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    softmax = _over_pieces(call, query.to(compute).unflatten(1, (view.keys.shape[1], -1)))
+    if softmax.state is None:
+        out = query.new_zeros(*query.shape[:3], view.values.shape[3], dtype=compute)
+        return out, query.new_full(query.shape[:3], -torch.inf, dtype=compute)
+    top, weight, _ = softmax.state
+    log_sums = (top + weight.log()).squeeze(-1)
+    return softmax.finish(None).flatten(1, 2), log_sums.flatten(1, 2)
+
+
+def _over_pieces(call: Call, grouped: torch.Tensor) -> _OnlineSoftmax:
+    """The softmax of queries ``[B, H, G, q, Dk]`` over all that a view holds."""
+    softmax = _OnlineSoftmax(grouped * call.scaling, call.softcap)
+    for keys, values, mask in _pieces(call, grouped.dtype):
+        softmax.add(keys, values, mask)
+    return softmax
 
 
 def _is_one_piece(call: Call) -> bool:
@@ -156,12 +175,16 @@ def _pieces(call: Call, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torc
         last = min(first + step, blocks.longest)
         tile = slice(0, (last - first) * block)
         view.decode_into(keys[:, :, tile], values[:, :, tile], first, last)
-        mask = None if plain else partial(_mask, call, *view.packed_tokens(first, last, device))
+        mask = None if plain else functools.partial(_mask, call, *view.packed_tokens(first, last, device))
         yield keys[:, :, tile], values[:, :, tile], mask
     token, live = view.exact_tokens(device)
     for first in range(0, held, step * block):
         tile = slice(first, first + step * block)
-        mask = None if plain and call.query.shape[2] == 1 else partial(_mask, call, token[:, tile], live[:, tile])
+        mask = (
+            None
+            if plain and call.query.shape[2] == 1
+            else functools.partial(_mask, call, token[:, tile], live[:, tile])
+        )
         yield view.keys[:, :, tile].to(dtype), view.values[:, :, tile].to(dtype), mask
 
 

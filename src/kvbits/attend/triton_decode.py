@@ -230,7 +230,24 @@ def run(call: Call, lengths: Lengths | None = None) -> torch.Tensor:
     partial, tops, weights, splits = _split(call, turned, bias, lengths)
     if view.value_transform.rotation is None and view.value_transform.mean is None:
         return _merge(call, partial, tops, weights, 0, partial.shape[0])[0]
-    return _merge_transformed(call, partial, tops, weights, splits)
+    return _merge_transformed(call, partial, tops, weights, splits)[0].to(query.dtype)
+
+
+def partial(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sums of one piece of the context; see :data:`kvbits.attend.call.Partial`."""
+    view, query = call.view, call.query
+    if not query.numel() or not view.blocks.longest + view.keys.shape[2]:
+        out = query.new_zeros(*query.shape[:3], view.values.shape[3], dtype=torch.float32)
+        return out, query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+    turned, bias = _for_packed_keys(view.key_transform, query, view.keys.shape[1], call.scaling)
+    splits, tops, weights, packed = _split(call, turned, bias, None)
+    if view.value_transform.rotation is None and view.value_transform.mean is None:
+        found = query.new_empty(*query.shape[:3], 1, dtype=torch.float32)
+        out, _ = _merge(call, splits, tops, weights, 0, splits.shape[0], found)
+    else:
+        out, both = _merge_transformed(call, splits, tops, weights, packed)
+        found = torch.logsumexp(both * math.log(2), -1, keepdim=True) / math.log(2)
+    return out, found.squeeze(-1) * math.log(2)
 
 
 def _for_packed_keys(
@@ -395,8 +412,12 @@ def _merge(
 
 def _merge_transformed(
     call: Call, partial: torch.Tensor, tops: torch.Tensor, weights: torch.Tensor, splits: int
-) -> torch.Tensor:
-    """Packed and exact splits apart, so that the packed values' rotation and mean are undone once, on the output."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed and exact splits apart, so that the packed values' rotation and mean are undone once, on the output.
+
+    Returns:
+        Float32 ``[B, Hq, q, Dv]``, and the log-sums (base 2) of either and of sinks, if any: ``[B, Hq, q, 2 or 3]``.
+    """
     transform, heads = call.view.value_transform, call.view.keys.shape[1]
     shape = (*call.query.shape[:3], 1)
     sides = []
@@ -412,6 +433,7 @@ def _merge_transformed(
     sums = [packed_sum, exact_sum]
     if call.sink_logits is not None:
         sums.append((call.sink_logits.float() / math.log(2)).view(1, -1, 1, 1).expand(shape))
-    share = torch.cat(sums, -1)
-    share = torch.softmax(share.masked_fill(share.amax(-1, keepdim=True) == -torch.inf, 0.0) * math.log(2), -1)
-    return (packed * share[..., :1] + exact * share[..., 1:2]).to(call.query.dtype)
+    log_sums = torch.cat(sums, -1)
+    seen_nothing = log_sums.amax(-1, keepdim=True) == -torch.inf
+    share = torch.softmax(log_sums.masked_fill(seen_nothing, 0.0) * math.log(2), -1)
+    return packed * share[..., :1] + exact * share[..., 1:2], log_sums

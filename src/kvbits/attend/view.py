@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,10 +17,26 @@ from kvbits.scheme import Scheme
 from kvbits.store import Blocks
 from kvbits.types import Params
 
+if TYPE_CHECKING:  # a call is made of a view
+    from kvbits.attend.call import Call, Partial
+
 STORED_ORDER = "stored order"
 """Where a layer's memo has the order of its tokens, if there are late sinks."""
 
 _NO_TRANSFORM = Transform()
+
+
+class Share(Protocol):
+    """The others that hold the rest of a layer's context."""
+
+    def join(self, call: Call, partial: Partial) -> torch.Tensor:
+        """Attention over the whole context, ``[B, Hq, q, Dv]`` in the query's dtype.
+
+        Args:
+            call: over what is held here.
+            partial: runs a call over one piece of the context; see :class:`kvbits.attend.Kernel`.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,8 @@ class KVView:
         offset: the first column that the layer may still see; masks begin there.
         key_transform, value_transform: what was done to packed keys and values before they were encoded.
         late: the late sinks of each row; () where no row has any.
+        share: whoever holds the other packed blocks; None where all of them are here. Kernels then read
+            :meth:`packed_only` and :meth:`exact_only`, since the tokens of the whole cannot be numbered.
     """
 
     scheme: Scheme
@@ -58,6 +77,28 @@ class KVView:
     key_transform: Transform = _NO_TRANSFORM
     value_transform: Transform = _NO_TRANSFORM
     late: Late = ()
+    share: Share | None = None
+
+    def exact_only(self, newest: int = 0) -> KVView:
+        """The same without its packed blocks, and without the ``newest`` tokens. Of unpadded rows."""
+        held = self.held[0] - newest
+        exact = replace(
+            self, keys=self.keys[:, :, :held], values=self.values[:, :, :held], held=(held,) * len(self.held),
+            blocks=replace(self.blocks, counts=(0,) * len(self.held)),
+        )  # fmt: skip
+        rows = self.rows.crop(newest) if newest else self.rows
+        return replace(exact, rows=rows, dropped=rows.columns - held, share=None)._of_known_blocks()
+
+    def packed_only(self) -> KVView:
+        """The same without its exact tokens, for queries that are newer than all of its blocks. Of unpadded rows."""
+        packed = replace(self, keys=self.keys[:, :, :0], values=self.values[:, :, :0], held=(0,) * len(self.held))
+        return replace(packed, late=(), share=None)._of_known_blocks()
+
+    def _of_known_blocks(self) -> KVView:
+        """The same, without transforms where nothing is packed that they could be of."""
+        if self.blocks.longest:
+            return self
+        return replace(self, key_transform=_NO_TRANSFORM, value_transform=_NO_TRANSFORM)
 
     @property
     def even(self) -> bool:
@@ -98,6 +139,11 @@ class KVView:
         Padding, and what a sliding window has left behind, is zero. Where nothing is packed and nothing padded this
         is the exact buffer itself, uncopied.
         """
+        if self.share is not None:
+            raise NotImplementedError(
+                "this layer's keys and values are spread over several ranks and cannot be decoded in one place; use "
+                "the attention that kvbits.attach gives the model (no dropout, no output_attentions)"
+            )
         if self.blocks.longest == 0 and self.rows.valid is None and self.dropped == 0:
             return self.keys[:, :, self.offset :], self.values[:, :, self.offset :]
         sides = [(self.keys, self.keys[:, :, :0]), (self.values, self.values[:, :, :0])]

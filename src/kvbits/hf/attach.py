@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -23,6 +23,7 @@ from kvbits.attend import native
 from kvbits.cache import LayerCache
 from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration, load_calibration, refuse_uncalibrated
+from kvbits.heads import Heads
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import Columns, KVCache, PackedLayer
 from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
@@ -78,25 +79,46 @@ def cache_for(
     """
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
-    learned = _calibration_of(model, scheme, calibration)
-    return make_cache(model, scheme, sliding, None if learned is None else learned.of_layer)
+    return make_cache(model, scheme, sliding, learned_by(model, scheme, calibration))
+
+
+Learned: TypeAlias = Callable[[int, Scheme], tuple[Params, Params]]
+"""A layer and its scheme to the params of keys and values that it begins with."""
+
+
+class Kind(NamedTuple):
+    """What the caches of a kind are made of.
+
+    Attributes:
+        cache: as :class:`KVCache`.
+        columns: as :class:`Columns`.
+        layer: as :class:`PackedLayer`.
+        core: as :class:`LayerCache`.
+    """
+
+    cache: Callable[..., KVCache] = KVCache
+    columns: Callable[..., Columns] = Columns
+    layer: Callable[..., PackedLayer] = PackedLayer
+    core: Callable[..., LayerCache] = LayerCache
 
 
 def make_cache(
     model: PreTrainedModel,
     scheme: Scheme,
     sliding: bool = False,
-    learned: Callable[[int, Scheme], tuple[Params, Params]] | None = None,
+    learned: Learned | None = None,
+    kind: Kind = Kind(),  # noqa: B008 - it is immutable
 ) -> KVCache:
     """As :func:`cache_for`, for a model that can be served.
 
     Args:
         learned: params of keys and values that a layer of a scheme begins with; none by default.
+        kind: what it is made of.
     """
     if model.device.type == "cpu":
         native.warn_if_missing()
     turning = rotaries(model) if scheme.pre_rope or scheme.centred else None
-    layers, columns = _stock_layers(model), Columns(turning, strict=scheme.pre_rope)
+    layers, columns = _stock_layers(model), kind.columns(turning, strict=scheme.pre_rope)
     for index, (stock, able) in enumerate(zip(layers, storable(model.config, layers), strict=True)):
         window = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
         own = scheme.for_attention(index, len(layers), window, sliding)
@@ -104,7 +126,7 @@ def make_cache(
             name = f"layer {index}"
             known = ({}, {}) if learned is None else learned(index, own)
             rotary = None if turning is None else _rotary_of(turning, index, own)
-            layers[index] = PackedLayer(LayerCache(own, window, name, rotary, known), columns, name)
+            layers[index] = kind.layer(kind.core(own, window, name, rotary, known), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
         hint = "pass sliding=True to pack such layers too"
         if sliding:
@@ -118,7 +140,7 @@ def make_cache(
             stacklevel=3,
         )
     attach(model)
-    return KVCache(layers, scheme, columns, model)
+    return kind.cache(layers, scheme, columns, model)
 
 
 def _rotary_of(turning: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
@@ -134,9 +156,8 @@ def _rotary_of(turning: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
         return None
 
 
-def _calibration_of(
-    model: PreTrainedModel, scheme: Scheme, calibration: str | Path | Calibration | None
-) -> Calibration | None:
+def learned_by(model: PreTrainedModel, scheme: Scheme, calibration: str | Path | Calibration | None) -> Learned | None:
+    """What a calibration knows of the layers of ``model``. Raises as :func:`cache_for`."""
     if calibration is None:
         refuse_uncalibrated(scheme)
         return None
@@ -144,7 +165,13 @@ def _calibration_of(
     attachment = vars(model).get(_ATTRIBUTE)
     if attachment is None or attachment.calibration is not loaded:  # enable has checked its own, once for all calls
         loaded.check(model)
-    return loaded
+    heads = Heads.of(model)
+
+    def of_layer(layer: int, own: Scheme) -> tuple[Params, Params]:
+        keys, values = loaded.of_layer(layer, own)
+        return heads.own(keys), heads.own(values)
+
+    return of_layer
 
 
 def _stock_layers(model: PreTrainedModel) -> list[Any]:

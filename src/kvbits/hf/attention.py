@@ -152,7 +152,7 @@ def _over_packed(
         query.detach(),
         pair.view,
         scaling,
-        mask=None if mask is None else mask.detach(),
+        mask=None if mask is None or pair.view.share is not None else mask.detach(),  # shares are causal, unpadded
         softcap=softcap,
         sink_logits=None if sinks is None else sinks.detach(),
     )

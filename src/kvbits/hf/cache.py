@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvbits.attend import KVView
 from kvbits.cache import Before, LayerCache
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
@@ -226,6 +227,22 @@ class PackedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new columns and return what attention sees, as tensors or as handles."""
+        before = self.core.columns
+        view = self.take(key_states, value_states)
+        if before == 0:
+            return key_states, value_states  # attention over a prompt uses the exact K and V it has just computed
+        ends = self.swallowed and torch.is_grad_enabled()
+        if view is None and not any(self.core.packed_blocks):
+            keys, values = self.core.exact()
+            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
+        view = self.core.view() if view is None else view
+        if view.blocks.longest == 0 and view.share is None:
+            keys, values = view.dense()
+            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
+        return Pair(view, self.trace, ends).handles()
+
+    def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KVView | None:
+        """Store the new columns. Returns what attention sees, or None where that is what is held now."""
         if self.columns.forward == self._forward:
             raise RuntimeError(
                 f"{self.name}: updated outside of a forward of the model that this cache was made for; use "
@@ -238,24 +255,13 @@ class PackedLayer(CacheLayerMixin):
         if not self.core.step(key_states, value_states, rows):
             view = self.core.append(key_states, value_states, rows)
             # Until the forward ends. Where nothing was packed, undoing needs no buffer, and an outgrown one may go.
-            cut = view.blocks.counts != tuple(self.core.store.counts)  # type: ignore[union-attr]
-            grown = not cut and undo.keys is not None
+            grown = undo.counts == tuple(self.core.packed_blocks) and undo.keys is not None
             self.before = undo._replace(keys=self.core.keys, values=self.core.values) if grown else undo
         self._forward, self.is_initialized = self.columns.forward, True
         self.trace.outcome = "stock"
         if torch.is_grad_enabled():
             self.swallowed = self.swallowed or key_states.requires_grad or value_states.requires_grad
-        if before == 0:
-            return key_states, value_states  # attention over a prompt uses the exact K and V it has just computed
-        ends = self.swallowed and torch.is_grad_enabled()
-        if view is None and not any(self.core.store.counts):  # type: ignore[union-attr]
-            keys, values = self.core.exact()
-            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
-        view = self.core.view() if view is None else view
-        if view.blocks.longest == 0:
-            keys, values = view.dense()
-            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
-        return Pair(view, self.trace, ends).handles()
+        return view
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Length and offset of the mask for the next call."""
@@ -280,7 +286,7 @@ class PackedLayer(CacheLayerMixin):
 
     def fork(self, columns: Columns) -> PackedLayer:
         """The same for another cache; see :meth:`KVCache.fork`."""
-        twin = PackedLayer(self.core.fork(), columns, self.name)
+        twin = type(self)(self.core.fork(), columns, self.name)
         twin.is_initialized, twin.swallowed = self.is_initialized, self.swallowed
         return twin
 
@@ -321,7 +327,12 @@ class KVCache(Cache):
         scheme: what the packed layers were made from.
         columns: what they share.
         model: the model, which is not kept alive.
+
+    Attributes:
+        unsaved: why a cache of this kind cannot be written to a file; empty where it can.
     """
+
+    unsaved = ""
 
     def __init__(self, layers: list[Any], scheme: Scheme, columns: Columns, model: PreTrainedModel) -> None:
         super().__init__(layers=layers)
@@ -343,7 +354,7 @@ class KVCache(Cache):
         return {**vars(self), "_model": _no_model}  # a weak reference cannot be pickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        memo[id(self)] = twin = object.__new__(KVCache)
+        memo[id(self)] = twin = object.__new__(type(self))
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
 
@@ -571,7 +582,7 @@ class KVCache(Cache):
         layers: list[Any] = []
         for layer in self.layers:
             layers.append(layer.fork(columns) if isinstance(layer, PackedLayer) else copy.deepcopy(layer))
-        twin = object.__new__(KVCache)
+        twin = object.__new__(type(self))
         vars(twin).update({**vars(self), "layers": layers, "columns": columns, "_touched": {}})
         return twin
 

@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kvbits.files import Calibration
+from kvbits.heads import Heads
 from kvbits.hf.attach import attached, cache_for, cache_name, disable, refuse_unless_served
 from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import PackedLayer
@@ -110,7 +111,9 @@ def _explain(model: PreTrainedModel, scheme: Scheme, options: dict[str, Any]) ->
             paths.append(LayerPath(index, f"{kind}, exact", "own", "not a full-attention layer: the model's own cache"))
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     prompt = STOCK_OF.get(implementation, implementation)
-    return Explanation(type(model).__name__, str(scheme), prompt, tuple(paths))
+    heads = Heads.of(model)
+    name = type(model).__name__ + (f", {heads}," if heads.world > 1 else "")
+    return Explanation(name, str(scheme), prompt, tuple(paths))
 
 
 def _probe(model: PreTrainedModel, name: str, cache: object, block: int) -> None:

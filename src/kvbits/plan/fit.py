@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbits.plan import memory, peak
-from kvbits.plan.memory import History, Real
+from kvbits.plan.memory import Real
 from kvbits.plan.setting import MOST_BATCH, MOST_TOKENS, Setting, weights_bytes
-from kvbits.plan.shapes import Shape
 from kvbits.plan.split import Share, shares
 from kvbits.scheme import Scheme
 
@@ -76,36 +75,34 @@ def _most(setting: Setting, scheme: Scheme, needed: Callable[[list[Share], int],
 
 def _needs(setting: Setting, scheme: Scheme, split: list[Share], context: int, batch: int) -> list[Need]:
     """What each device has to hold. Devices with the same share are counted once."""
-    stored = memory.stores(setting.shape, scheme, setting.sliding)
+    sliding = setting.sliding and setting.split != "context"  # layers with a window are not shared
+    stored = memory.stores(setting.shape, scheme, sliding)
     known: dict[tuple[object, ...], Need] = {}
     needs = []
     for share in split:
-        history, source = setting.history(context, share.tokens(context)), len(share.tokens(setting.source_tokens))
-        key = (id(share.shape), history, source)
+        layers = share.shape.layers
+        own = tuple(stored[share.first : share.first + len(layers)])
+        key = (layers, own, share.shape.weights, share.shape.widths, share.turns)
         if key not in known:
-            own = tuple(stored[share.first : share.first + len(share.shape.layers)])
-            known[key] = _need(setting, share.shape, own, scheme.needs_calibration, history, source, batch)
+            known[key] = _need(setting, share, own, scheme.needs_calibration, context, batch)
         needs.append(known[key])
     return needs
 
 
 def _need(
-    setting: Setting,
-    shape: Shape,
-    own: tuple[Scheme | None, ...],
-    calibrated: bool,
-    history: History,
-    source: int,
-    batch: int,
+    setting: Setting, share: Share, own: tuple[Scheme | None, ...], calibrated: bool, context: int, batch: int
 ) -> Need:
-    held = memory.of_layers(shape.layers, own, history, batch, calibrated, source)
+    shape, source, turns = share.shape, setting.source_tokens, share.turns
+    history = setting.history(context)
+    held = memory.of_layers(shape.layers, own, history, batch, calibrated, source, turns)
     extra = 0
     if shape.widths is not None:
         piece = max([source, *(tokens for tokens, _ in history.runs)])
-        packs = any(one is not None and one.packs for one in own)
-        extra = peak.activation_bytes(shape, piece, history.tokens, batch, packs, setting.logits)
+        packs = any(one is not None and (one.packs or turns.world > 1) for one in own)
+        extra = peak.activation_bytes(shape, share.tokens(piece), share.tokens(context), batch, packs, setting.logits)
+        extra += peak.exchange_bytes(shape, piece, batch) if turns.world > 1 else 0
         pairs = set(zip(shape.layers, own, strict=True))
-        each = (memory.of_layer(*pair, history, batch, calibrated, source).count.total for pair in pairs)
+        each = (memory.of_layer(*pair, history, batch, calibrated, source, turns).count.total for pair in pairs)
         extra += max(each, default=0)
     if setting.weights == "file" and setting.shape.weights is not None and shape.weights is not None:
         whole = weights_bytes(setting.shape.weights, "file", shape.dtype)

@@ -13,15 +13,16 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from kvbits.codecs import Codec
 from kvbits.growth import Limits, pool_blocks, table_columns
 from kvbits.plan.shapes import Attention, Layer, Shape
-from kvbits.scheme import Scheme
+from kvbits.scheme import RESIDUAL_TOKENS, Scheme
 from kvbits.store import Record
+from kvbits.turns import ALONE, Turns
 from kvbits.types import ByteCount
 
 _TABLE_BYTES = torch.int64.itemsize
@@ -111,19 +112,28 @@ def of_layers(
     batch: int,
     calibrated: bool,
     source: int = 0,
+    turns: Turns = ALONE,
 ) -> Real:
-    """What some layers take, each stored as :func:`stores` says of it. ``calibrated``: as for :func:`packed`."""
+    """What some layers take, each stored as :func:`stores` says. ``calibrated``, ``turns``: as for :func:`packed`."""
     held = Real()
     for (layer, own), times in Counter(zip(layers, stored, strict=True)).items():
-        held += of_layer(layer, own, history, batch, calibrated, source) * times
+        held += of_layer(layer, own, history, batch, calibrated, source, turns) * times
     return held
 
 
-def of_layer(layer: Layer, own: Scheme | None, history: History, batch: int, calibrated: bool, source: int = 0) -> Real:
+def of_layer(
+    layer: Layer,
+    own: Scheme | None,
+    history: History,
+    batch: int,
+    calibrated: bool,
+    source: int = 0,
+    turns: Turns = ALONE,
+) -> Real:
     """What one layer takes."""
     if own is None or layer.attention is None:
         return Real(ByteCount(other=own_bytes(layer, history, batch, source)))
-    return packed(own, layer.attention, history, batch, calibrated)
+    return packed(own, layer.attention, history, batch, calibrated, turns)
 
 
 def own_bytes(layer: Layer, history: History, batch: int, source: int = 0) -> int:
@@ -155,16 +165,21 @@ def record_of(scheme: Scheme, attention: Attention) -> Record:
     )  # fmt: skip
 
 
-def packed(scheme: Scheme, attention: Attention, history: History, batch: int, calibrated: bool) -> Real:
+def packed(
+    scheme: Scheme, attention: Attention, history: History, batch: int, calibrated: bool, turns: Turns = ALONE
+) -> Real:
     """What one :class:`kvbits.cache.LayerCache` takes, under a scheme without overrides.
 
     Args:
         calibrated: whether the cache has a calibration, whose parameters it holds from the first token on.
+        turns: which blocks are here, where several ranks share the context.
     """
+    if turns.world > 1 and not scheme.packs:
+        scheme = replace(scheme, residual=RESIDUAL_TOKENS)  # exact blocks can be shared; see kvbits.parallel
     record = record_of(scheme, attention)
     if not history.runs:
         return Real()
-    state = _State(scheme, batch, attention.window)
+    state = _State(scheme, batch, attention.window, turns)
     for tokens, calls in history.runs:
         state.run(tokens, calls)
     pool_bytes = state.capacity * attention.heads * record.nbytes
@@ -174,7 +189,8 @@ def packed(scheme: Scheme, attention: Attention, history: History, batch: int, c
     count["residual"] = batch * (state.held - sinks) * attention.token_bytes
     count["slack"] += batch * (state.room - state.held) * attention.token_bytes
     count["scales"] += learned_bytes(scheme, attention, calibrated, state.packs)
-    return Real(ByteCount(**count), batch * (state.tokens - state.dropped) * attention.channels)
+    held = state.held + turns.count(state.blocks) * scheme.block
+    return Real(ByteCount(**count), batch * held * attention.channels)
 
 
 class _State:
@@ -182,16 +198,16 @@ class _State:
 
     Attributes:
         held, room: exact tokens of a row, and those that its buffer has room for.
-        blocks: that a row refers to.
+        blocks: that a row refers to, on all ranks.
         used, capacity, columns: blocks that are written, those that the pool has room for, columns of the table.
         tokens, dropped: of a row, so far; and those that a window has left behind.
         packs: whether anything was ever packed.
     """
 
-    def __init__(self, scheme: Scheme, batch: int, window: int | None) -> None:
+    def __init__(self, scheme: Scheme, batch: int, window: int | None, turns: Turns) -> None:
         sinks = (scheme.sinks, scheme.late_sinks) if window is None else (0, 0)
         self.limits = Limits(*sinks, scheme.residual, scheme.block)
-        self.batch, self.window = batch, window
+        self.batch, self.window, self.turns = batch, window, turns
         self.held = self.room = self.blocks = self.used = self.capacity = self.columns = 0
         self.tokens = self.dropped = 0
         self.packs = False
@@ -212,15 +228,21 @@ class _State:
         """Calls after which nothing has grown or been dropped yet."""
         if not self.packs or self.window is not None:
             return (self.room - self.held) // tokens
-        blocks = min((self.capacity - self.used) // self.batch, self.columns - self.blocks)
+        here = self.turns.count(self.blocks)
+        here += min((self.capacity - self.used) // self.batch, self.columns - here)
+        blocks = self.turns.number(here) - self.blocks
         first = self.limits.most + 1 + blocks * self.limits.block  # tokens at which one block too many is packed
         return (first - 1 - self.held) // tokens
 
     def _take(self, total: int, added: int) -> None:
         """Have ``total`` exact tokens, of which ``added`` blocks are packed."""
         self.held = total - added * self.limits.block
-        self.used += added * self.batch
+        self.used += self._here(added) * self.batch
         self.blocks += added
+
+    def _here(self, added: int) -> int:
+        """How many of the next ``added`` blocks this rank holds."""
+        return self.turns.count(self.blocks + added) - self.turns.count(self.blocks)
 
     def _append(self, tokens: int) -> None:
         self.tokens += tokens
@@ -236,10 +258,11 @@ class _State:
         self._slide()
 
     def _reserve(self, added: int) -> None:
-        self.columns = table_columns(self.columns, self.blocks + added)
-        if self.used + added * self.batch > self.capacity and self.blocks * self.batch < self.used:
+        self.columns = table_columns(self.columns, self.turns.count(self.blocks + added))
+        more = self._here(added) * self.batch
+        if self.used + more > self.capacity and self.turns.count(self.blocks) * self.batch < self.used:
             self._compact()
-        self.capacity = pool_blocks(self.capacity, self.used, added * self.batch)
+        self.capacity = pool_blocks(self.capacity, self.used, more)
 
     def _slide(self) -> None:
         if self.window is None:

@@ -56,3 +56,16 @@ def activation_bytes(
     columns = 1 if logits == "last" else tokens
     head = widths.vocabulary * (columns * itemsize + _FLOAT_BYTES)
     return rows * (tokens * always * itemsize + max(mlp, attention) + head)
+
+
+def exchange_bytes(shape: Shape, tokens: int, rows: int = 1) -> int:
+    """What a rank holds beside that where ranks share a context, while they read ``tokens`` together.
+
+    Keys and values of one layer and the chunk, as they come and side by side; all queries; and what they have seen of
+    the blocks here, in float32, as it goes, as it comes and merged.
+    """
+    if shape.widths is None:
+        return 0
+    channels = max((kind.channels for kind in shape.kinds() if kind is not None), default=0)
+    itemsize = shape.dtype.itemsize
+    return rows * tokens * (2 * channels * itemsize + shape.widths.query * (2 * itemsize + 3 * _FLOAT_BYTES))

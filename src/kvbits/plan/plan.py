@@ -220,5 +220,6 @@ def _notes(setting: Setting, rows: list[Row]) -> list[str]:
     if setting.memory_bytes is not None and setting.chunk is None and shape.widths is not None:
         notes += _reach_in_chunks(setting, rows)
     if setting.devices > 1 and setting.split != "pipeline":
-        notes.append(f"kvbits does not run a {setting.split} split by itself: these are the bytes that it would take")
+        how = {"tensor": "Transformers spreads heads: tp_plan='auto'", "context": "kvbits.parallel shares a context"}
+        notes.append(f"{how[setting.split]}; one process for each device, started by torchrun")
     return notes

@@ -84,10 +84,9 @@ class Setting:
         """What a device may hold; None is without a limit."""
         return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
 
-    def history(self, context: int, own: range) -> History:
-        """How a cache of so many tokens is filled, or the part of one that has only the tokens ``own`` of them."""
-        prompt = context - min(self.steps, context - 1)
-        return History.of(len(own), len(range(max(own.start, prompt), own.stop)), self.chunk)
+    def history(self, context: int) -> History:
+        """How a cache of so many tokens is filled."""
+        return History.of(context, min(self.steps, context - 1), self.chunk)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data: all but the shape itself, of which the sizes are given."""

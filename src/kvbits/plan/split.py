@@ -4,9 +4,10 @@
   be. The first has the table of tokens, the last the matrix of logits, and a copy of the table where the two are one.
 * ``tensor``: each has all layers, and its share of the KV heads, of the query heads and of every matrix. Where there
   are fewer KV heads than devices, heads are there more than once; a latent (one head) is there on every device.
-* ``context``: each has all weights, and consecutive tokens: a cache of its own, with its own exact tokens.
+* ``context``: each has all weights and all exact tokens, and every so many runs of the packed blocks.
 
-kvbits itself runs the first, where Transformers spreads a model (``device_map``). The others say what it would take.
+All three run: the first two where Transformers spreads a model (``device_map``, ``tp_plan``), the third is
+:mod:`kvbits.parallel`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvbits.plan.shapes import Layer, Shape, Weights, Widths
+from kvbits.turns import ALONE, RUN_BLOCKS, Turns
 
 SPLITS = ("pipeline", "tensor", "context")
 MOST_DEVICES = 4096
@@ -27,20 +29,16 @@ class Share:
     Attributes:
         shape: its part of the model.
         first: its first layer, for schemes that name layers.
-        parts: into which the tokens are divided.
-        part: the one that it has.
+        turns: which packed blocks it holds.
     """
 
     shape: Shape
     first: int = 0
-    parts: int = 1
-    part: int = 0
+    turns: Turns = ALONE
 
-    def tokens(self, tokens: int) -> range:
-        """Of so many, those that it has."""
-        each, more = divmod(tokens, self.parts)
-        first = self.part * each + min(self.part, more)
-        return range(first, first + each + (self.part < more))
+    def tokens(self, tokens: int) -> int:
+        """Of so many of a prompt, those that it computes."""
+        return -(-tokens // self.turns.world)
 
 
 def shares(shape: Shape, devices: int, split: str) -> list[Share]:
@@ -121,4 +119,7 @@ def _part_of_layer(layer: Layer, index: int, devices: int) -> Layer:
 
 
 def _context(shape: Shape, devices: int) -> list[Share]:
-    return [Share(shape, parts=devices, part=part) for part in range(devices)]
+    if shape.encodes:
+        raise ValueError(f"{shape.name} has an encoder, and kvbits.parallel shares the context of decoders only; "
+                         "split it by pipeline or tensor")  # fmt: skip
+    return [Share(shape, turns=Turns(rank, devices, RUN_BLOCKS)) for rank in range(devices)]

@@ -1,0 +1,197 @@
+"""``SharedCache``: the KV cache of one model whose packed context is spread over several ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from kvbits.catalogue import RECOMMENDED
+from kvbits.files import Calibration
+from kvbits.heads import Heads
+from kvbits.hf.attach import Kind, learned_by, make_cache, refuse_unless_served
+from kvbits.hf.cache import Columns, KVCache, PackedLayer, columns_to_crop
+from kvbits.hf.handle import Pair
+from kvbits.hf.rotary import Rotaries
+from kvbits.hf.tokens import TokenIds
+from kvbits.parallel.layer import SharedLayer
+from kvbits.parallel.ranks import TIMEOUT_SECONDS, Ranks
+from kvbits.rotary import Rotary
+from kvbits.scheme import RESIDUAL_TOKENS, Scheme
+from kvbits.turns import RUN_BLOCKS, Turns
+from kvbits.types import Params
+
+
+def cache_for(
+    model: PreTrainedModel,
+    scheme: str | Scheme = RECOMMENDED,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    calibration: str | Path | Calibration | None = None,
+    run: int = RUN_BLOCKS,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> SharedCache:
+    """A new, empty cache for ``model`` whose packed context is spread over the ranks of ``mesh``.
+
+    Each rank has the same model and makes the same calls with the same ids, ``generate`` among them; each then has the
+    same logits. Batches without padding. Layers with a sliding window stay exact, on every rank.
+
+    Args:
+        model: as for :func:`kvbits.cache_for`.
+        scheme: as there; ``exact`` shares exact blocks.
+        mesh: one dimension of a device mesh, or a process group; all processes by default. With tensor parallel it
+            is the other dimension of a 2-D mesh.
+        calibration: as there.
+        run: neighbouring blocks that go to the same rank.
+        timeout_seconds: how long ranks wait for each other; see :class:`Ranks`.
+
+    Raises:
+        RuntimeError: if ``torch.distributed`` has not been initialized.
+        TypeError, ValueError: as there, for a mesh of several dimensions or a ``run`` below 1, and where the ranks
+            have different KV heads: a mesh for the context is another dimension than that of tensor parallel.
+    """
+    scheme = Scheme.parse(scheme)
+    refuse_unless_served(model)
+    ranks = Ranks.of(mesh, timeout_seconds)
+    turns = Turns(ranks.rank, ranks.world, run)
+    ranks.require_alike("the parts of the KV heads (number, of how many)", *Heads.of(model), device=model.device)
+    kind = Kind(SharedCache, partial(SharedColumns, ranks), SharedPackedLayer, partial(_core, ranks, turns))
+    cache = make_cache(model, scheme, False, learned_by(model, scheme, calibration), kind)
+    return cast(SharedCache, cache)
+
+
+def _core(
+    ranks: Ranks,
+    turns: Turns,
+    scheme: Scheme,
+    window: int | None,
+    name: str,
+    rotary: Rotary | None,
+    learned: tuple[Params, Params],
+) -> SharedLayer:
+    assert window is None, "such layers are never packed here"
+    if not scheme.packs:
+        scheme = replace(scheme, residual=RESIDUAL_TOKENS)  # what is packed, here as it is, can be shared
+    return SharedLayer(scheme, name, rotary, learned, ranks, turns)
+
+
+class SharedColumns(Columns):
+    """As :class:`Columns`, and sees to it that all ranks read the same.
+
+    Attributes:
+        chunk: the ids ``[B, q]`` of which each rank reads a slice in the call to come; None where each reads them all.
+    """
+
+    def __init__(self, ranks: Ranks, rotaries: Rotaries | None = None, strict: bool = False) -> None:
+        super().__init__(rotaries, strict)
+        self.ranks = ranks
+        self.chunk: torch.Tensor | None = None
+
+    def place(self, positions: torch.Tensor | None) -> None:
+        """As there; slices of a chunk, which each rank places for itself, are together where the model would count."""
+        super().place(positions if self.chunk is None else None)
+
+    def begin(self, mask: torch.Tensor | None, ids: torch.Tensor | None = None) -> None:
+        """Announce a forward.
+
+        Raises:
+            ValueError: on every rank, for padding, for more than ids, or where ranks read different ids.
+        """
+        if not self.waiting:
+            ids = ids if self.chunk is None else self.chunk
+            self._require_alike(mask, ids)
+        super().begin(mask, ids)
+
+    def _require_alike(self, mask: torch.Tensor | None, ids: torch.Tensor | None) -> None:
+        if ids is None:
+            raise ValueError(
+                "a shared context is read from input_ids alone: no embeddings, no pictures and no mask of one's own"
+            )
+        if mask is not None and not bool((mask != 0).all()):
+            raise ValueError(
+                "a shared context has no padding: pass prompts of one length, or one by one (attention_mask all ones)"
+            )
+        digest = zlib.crc32(ids.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())
+        self.ranks.require_alike(
+            "the columns held, and the shape and digest of the new ids,", self.rows.columns, *ids.shape, digest,
+            device=ids.device,
+        )  # fmt: skip
+
+    def fork(self) -> Columns:
+        """The same for another cache."""
+        twin = SharedColumns(self.ranks, self.rotaries, self.strict)
+        twin.rows, twin.ids = self.rows, TokenIds(*self.ids.pieces)
+        return twin
+
+
+class SharedPackedLayer(PackedLayer):
+    """The Transformers face of one :class:`SharedLayer`."""
+
+    core: SharedLayer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new columns, those of all ranks where each computed a slice, and return what attention sees."""
+        if not self.core.sliced:
+            return super().update(key_states, value_states, *args, **kwargs)
+        ranks = self.core.ranks
+        view = self.take(ranks.gather_tokens(key_states), ranks.gather_tokens(value_states))
+        return Pair(self.core.view() if view is None else view, self.trace).handles()
+
+
+class SharedCache(KVCache):
+    """The cache of one rank. Made by :func:`cache_for`.
+
+    ``nbytes`` are those of this rank. Forks, selection of rows (beam search) and crops that cut no packed block work,
+    where all ranks call them alike.
+    """
+
+    unsaved = (
+        "this cache holds one rank's share of a context, and a file holds a whole one; save the ids "
+        "(cache.tokens) and read them again, or use a cache of kvbits.cache_for"
+    )
+
+    columns: SharedColumns
+
+    def __repr__(self) -> str:
+        ranks = self.columns.ranks
+        return f"SharedCache({self.scheme}, rank {ranks.rank} of {ranks.world}, {self.get_seq_length()} tokens)"
+
+    @property
+    def shared_layers(self) -> list[SharedLayer]:
+        """The layers whose blocks are spread."""
+        return [cast(SharedLayer, layer.core) for layer in self.packed_layers]
+
+    @contextmanager
+    def slices_of(self, chunk: torch.Tensor) -> Iterator[None]:
+        """Let each rank compute its slice of the ids ``chunk [B, world * t]`` in the one call within."""
+        self.columns.chunk = chunk
+        for layer in self.shared_layers:
+            layer.sliced = True
+        try:
+            yield
+        finally:
+            self.columns.chunk = None
+            for layer in self.shared_layers:
+                layer.sliced = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` columns.
+
+        Raises:
+            ValueError: if that cuts through a packed block; nothing has changed then.
+        """
+        gone = columns_to_crop(tokens_to_remove, self.columns.rows.columns)
+        for layer in self.shared_layers:
+            layer.refuse_crop(gone)
+        super().crop(tokens_to_remove)

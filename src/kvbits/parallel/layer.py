@@ -1,0 +1,154 @@
+"""``SharedLayer``: the cache of one layer of which this rank holds every so many packed blocks.
+
+Every rank is given every token, and counts and cuts as one alone would. All of them hold the few exact tokens, sinks
+and recent ones, which are bounded; a block that is full is encoded by its owner and dropped by the others. So blocks
+are bit for bit those of one process, and no packed byte ever travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from kvbits.attend import KVView, Share, Transform
+from kvbits.cache import Encoded, LayerCache, Work
+from kvbits.encode.sound import Unsound, compared_limit, limit_of
+from kvbits.parallel.join import Sliced, Together
+from kvbits.parallel.ranks import Ranks
+from kvbits.rotary import Rotary
+from kvbits.rows import Rows
+from kvbits.scheme import Scheme
+from kvbits.turns import Turns
+from kvbits.types import Packed, Params
+
+
+class SharedLayer(LayerCache):
+    """As :class:`kvbits.cache.LayerCache`, for rows of equal length, without a sliding window.
+
+    Args:
+        ranks: who holds the rest.
+        turns: which blocks are this rank's.
+
+    Attributes:
+        sliced: whether attention is asked by slices of the newest tokens, one for each rank, right now.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        name: str,
+        rotary: Rotary | None,
+        learned: tuple[Params, Params],
+        ranks: Ranks,
+        turns: Turns,
+    ) -> None:
+        self.ranks, self.turns, self.sliced = ranks, turns, False
+        super().__init__(scheme, None, name, rotary, learned)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self._packed: list[int] = []
+        self._own_angles: tuple[object, int, Transform] | None = None
+
+    @property
+    def packed_blocks(self) -> list[int]:
+        """Blocks that have been packed of each row, on all ranks together."""
+        return self._packed
+
+    @property
+    def elements(self) -> int:
+        """Elements of K and V that this rank holds."""
+        if self.keys is None or self.values is None or self.store is None:
+            return 0
+        tokens = sum(self.held) + sum(self.store.counts) * self.scheme.block
+        return tokens * self.keys.shape[1] * (self.keys.shape[3] + self.values.shape[3])
+
+    # -- growing ---------------------------------------------------------------------------------------------------
+
+    def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super()._allocate(keys, values)
+        self._packed = [0] * keys.shape[0]
+
+    def _encode(
+        self, side: int, work: Work, row: int | None, blocks: range, params: Params, transform: Transform
+    ) -> list[Packed]:
+        assert row is None, "rows of a shared context have the same length"
+        self._refuse_unsound(side, work, blocks)  # on all ranks alike: an owner that stopped would leave them waiting
+        begin, packed = self._begin(row), []
+        for run in self.turns.mine(begin + blocks.start, begin + blocks.stop):
+            own = range(run.start - begin, run.stop - begin)
+            packed += super()._encode(side, work, row, own, params, transform)
+        return packed
+
+    def _refuse_unsound(self, side: int, work: Work, blocks: range) -> None:
+        first, last = (self.sinks + n * self.scheme.block for n in (blocks.start, blocks.stop))
+        tokens = work.take(None, first, last)
+        limit = compared_limit(tokens.dtype)
+        if not bool(tokens.abs().amax() <= limit):
+            count = int((~(tokens.abs() <= limit)).sum())
+            raise self._unsound(side, Unsound(count, limit_of(tokens.dtype)))
+
+    def _make_room(self, encoded: Encoded, most: int) -> None:
+        super()._make_room(encoded, self.turns.count(most))
+
+    def _keep(self, encoded: Encoded, blocks: list[int]) -> None:
+        super()._keep(encoded, blocks)
+        self._packed = [before + more for before, more in zip(self._packed, blocks, strict=True)]
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def _view(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> KVView:
+        view = super()._view(keys, values, offset)
+        packed = max(self._packed, default=0)
+        share: Share | None = None
+        if self.sliced:
+            share = Sliced(self.ranks, packed > 0)
+        elif packed:
+            share = Together(self.ranks, self.turns.owner(packed) == self.turns.rank)
+        return replace(view, share=share, key_transform=self._of_own_blocks(view))
+
+    def _of_own_blocks(self, view: KVView) -> Transform:
+        """The transform of the keys, with the angles of this rank's blocks alone."""
+        transform, count = view.key_transform, view.blocks.longest
+        if transform.rope is None:
+            return transform
+        held = self._own_angles
+        if held is None or held[0] is not transform or held[1] != count:
+            own = self.turns.number(torch.arange(count, device=transform.rope.base_cos.device))
+            cos, sin = (x[:, own] for x in (transform.rope.base_cos, transform.rope.base_sin))
+            rope = replace(transform.rope, base_cos=cos, base_sin=sin)
+            self._own_angles = held = transform, count, replace(transform, rope=rope)
+        return held[2]
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def _truncate(self, counts: Sequence[int]) -> None:
+        super()._truncate([self.turns.count(count) for count in counts])
+        self._packed = list(counts)
+
+    def refuse_crop(self, columns: int) -> None:
+        """Raise ValueError where taking back ``columns`` columns would cut through a packed block."""
+        left = self.columns - columns
+        if self.whole(left) != left:
+            raise ValueError(
+                f"{self.name}: taking back {columns} of {self.columns} columns cuts through a packed block, which one "
+                f"rank alone could decode; take back {self.columns - self.whole(left)}, up to where a block begins"
+            )
+
+    def select_rows(self, index: torch.Tensor, rows: Rows | None = None) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was."""
+        super().select_rows(index, rows)
+        self._packed = [self._packed[row] for row in index.tolist()] if self._packed else []
+
+    def fork(self) -> LayerCache:
+        """Another layer that holds the same and goes on by itself."""
+        twin = super().fork()
+        assert isinstance(twin, SharedLayer)
+        twin._packed = list(self._packed)
+        return twin
+
+    def _empty(self) -> LayerCache:
+        return SharedLayer(self.scheme, self.name, self.rotary, self.learned, self.ranks, self.turns)
