@@ -43,7 +43,7 @@ def test_a_table_and_a_file(folder: str, book: str, tmp_path: Path) -> None:
     assert code == 0, output
     assert "2 x 96 tokens of book.txt (spread) in chunks of 16" in output and f"written to {file}" in output
     results = Results.load(file)
-    assert results.kind == "quality" and results.setting["model"] == folder
+    assert results.kind == "quality" and results.setting["model"] == Path(folder).name
     assert (results.setting["text"], results.setting["chunk"], results.setting["length"]) == ("book.txt", 16, 96)
     wanted = [
         "hf:dynamic",
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(folder: str, arguments: 
         ("empty.txt", b"", "is empty"),
         ("binary.txt", b"\xff\xfe\x00", "is not text in UTF-8"),
         ("bad.jsonl", b"{", "line 1 is no JSON"),
-        ("short.txt", b"word1 word2", "the text has 2 tokens, enough for 0 windows of 400"),
+        ("short.txt", b"word1 word2", "enough for 0 windows of 400; give a longer text\n"),
     ],
 )
 def test_texts_that_are_none(folder: str, tmp_path: Path, name: str, content: bytes, expected: str) -> None:
@@ -181,6 +181,44 @@ def test_a_model_without_a_tokenizer(folder: str, tmp_path: Path) -> None:
             shutil.copy(file, tmp_path / file.name)
     code, output = run("eval", str(tmp_path), "--schemes", "exact", "--length", "40")
     assert code == 2 and "has a model, but no tokenizer that can be loaded, and text needs one" in output
+
+
+def test_figures_that_are_missing_for_one_reason_are_one_note() -> None:
+    why = "the surprise of 9 of 9 tokens is no finite number"
+    row = {"scheme": "int4", "missing": {"ppl": why, "peak_bytes": "unknown here", "ppl_se": why}, "warnings": ["mind"]}
+    assert evaluate._notes(row) == ["mind", f"no ppl, ppl_se: {why}", "no peak_bytes: unknown here"]
+
+
+def test_where_all_schemes_fail_the_command_fails(folder: str, book: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ImportError("no such library")
+
+    monkeypatch.setattr(quality._Job, "_row", fail)
+    code, output = run("eval", folder, *SHORT, "--text", book)
+    assert code == 2 and output.count("ImportError: no such library") == 1
+    assert "every scheme failed; the reasons stand above" in output
+
+
+def test_results_of_two_kinds_are_not_asked_for_at_once(folder: str) -> None:
+    code, output = run("eval", folder, "--tasks", "lambada", "--retrieval", "passkey")
+    assert code == 2 and "give --tasks or --retrieval, not both" in output
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    ("elsewhere", "unused"),
+    [
+        ("--tasks", ("--text", "book.txt")),
+        ("--tasks", ("--windows", "4")),
+        ("--tasks", ("--one-shot",)),
+        ("--retrieval", ("--dataset", "wikitext2")),
+        ("--retrieval", ("--length", "1024")),
+        ("--retrieval", ("--limit", "5")),
+    ],
+)
+def test_options_that_mean_nothing_there_are_refused(folder: str, elsewhere: str, unused: tuple[str, ...]) -> None:
+    code, output = run("eval", folder, elsewhere, "passkey", *unused)
+    assert code == 2 and f"{unused[0]} says nothing of {elsewhere}; leave it out" in output
 
 
 def test_no_such_model() -> None:

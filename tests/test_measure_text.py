@@ -85,6 +85,11 @@ def test_parquet(tmp_path: Path) -> None:
     assert text.read(file, "text").name == "a.parquet"
     with pytest.raises(ValueError, match="no string in a field 'id'; it has strings in text"):
         text.read(file, "id")
+    for kind in ("large_string", "string_view"):
+        parquet.write_table(arrow.table({"text": arrow.array(["one", "two"]).cast(getattr(arrow, kind)())}), file)
+        assert text.read(file).content == "one\n\ntwo"
+    parquet.write_table(arrow.table({"text": arrow.array(["one", "two", "one"]).dictionary_encode()}), file)
+    assert text.read(file).content == "one\n\ntwo\n\none"  # as a table of pandas is written, for one
     file.write_bytes(b"PAR1 but damaged PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet is no parquet file, or damaged"):
         text.read(file)
@@ -106,6 +111,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ("empty.txt", b"", r"empty\.txt is empty"),
         ("blank.txt", b" \n\t\n", r"blank\.txt is empty"),
         ("none.jsonl", b"\n", r"none\.jsonl is empty"),
+        ("half.jsonl", b'{"text": "a\\ud800b"}', r"half\.jsonl holds half a character, '\\ud800', which is no text"),
         ("binary.txt", b"good \xff\xfe", r"binary\.txt is not text in UTF-8: invalid start byte at byte 5"),
     ):
         (tmp_path / name).write_bytes(content)

@@ -25,6 +25,7 @@ from kvbits.measure.report import Report, Rule, merge, page, png, tables, words
 from kvbits.measure.report.choose import front
 from kvbits.measure.report.drawing import DARK, LIGHT, Dot, Drawing, Label, text_width
 from kvbits.measure.report.heat import heat
+from kvbits.measure.report.hero import others
 from kvbits.measure.report.lines import MEMORY, SPEED, lines, looks
 from kvbits.measure.report.markup import data, tag
 from kvbits.measure.report.pictures import files
@@ -245,6 +246,14 @@ def test_models_stay_apart_and_the_widest_run_is_the_main_one() -> None:
     assert made.models[0].main("speed") is None
 
 
+def test_schemes_measured_on_another_text_are_named_as_left_out() -> None:
+    other = quality([quality_row("int8", 4.9, 0.25), quality_row("kivi2", 2.3, 1e-6)], text="Another text")
+    (choice,) = built(quality(), other).choices
+    assert choice.take and choice.take.scheme == "default"
+    assert "Not in the choice, since measured on another text or in another setting: kivi2." in choice.caveats
+    assert not any("Not in the choice" in text for text in built(quality()).choices[0].caveats)
+
+
 def test_a_report_goes_on_from_its_own_json(tmp_path: Path) -> None:
     paths = saved(tmp_path / "in", *everything(), quality([quality_row("int8", 9.0, 0.5)], date="2026-01-01"))
     first = report.write(paths, tmp_path / "out", pictures=False)
@@ -377,6 +386,22 @@ def test_what_was_measured_with_a_warning_comes_last() -> None:
     made = built(quality(rows[:1]))
     assert taken(made) == "default" and made.choices[0].caveats == [
         "Measured with a warning: the residual covers the window"
+    ]
+
+
+def test_least_memory_is_less_than_what_is_shown() -> None:
+    """The smaller one was measured with a warning, and comes last; the larger one is no answer to scarce memory."""
+    rows = [
+        quality_row("int4", 5.4, 0.0005, 0.95, warnings=["few were packed"]),
+        quality_row("hf:fp8", 8.0, 0.0006, 0.91),
+    ]
+    (choice,) = built(quality(rows)).choices
+    assert choice.closest and choice.closest.scheme == "int4" and choice.smallest and choice.smallest.scheme == "hf:fp8"
+    assert others(choice) == [] and choice.caveats == ["Measured with a warning: few were packed"]
+    (choice,) = built(quality()).choices
+    assert [(what, one.scheme) for what, one in others(choice)] == [
+        ("Closest to exact", "int8"),
+        ("Least memory", "small"),
     ]
 
 

@@ -345,7 +345,9 @@ def test_what_fails_is_a_row_and_is_tried_again(llama: Any, characters: Any, mon
         "error": "RuntimeError: out of memory in hf:fp8",
     }  # fmt: skip
     assert "error" in exact and int4["logprob_exact"] is None and int4["agreement"] is None
-    assert "hf:fp8 failed in 1 cells: RuntimeError: out of memory in hf:fp8" in remarks([exact, fp8, int4])
+    assert "hf:fp8 failed in 1 cells, which its sums and means leave out: RuntimeError: out of" in " ".join(
+        remarks([exact, fp8, int4])
+    )
     monkeypatch.setattr(caches, "make", make)
     exact, fp8, again = one.run(results)
     assert len(results.rows) == 3 and "error" not in exact and "error" not in fp8
@@ -465,6 +467,24 @@ def test_the_command_prints_heat_maps_and_goes_on(folder: str, tmp_path: Path) -
     assert len(after) == 12 and before <= {row["seconds"] for row in after}
 
 
+def test_any_file_with_text_is_a_haystack(folder: str, tmp_path: Path) -> None:
+    digests = set()
+    for name, content in (("a.txt", "\ufeff" + TEXT), ("b.jsonl", json.dumps({"id": 1, "text": TEXT}))):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        options = ("--haystack", str(tmp_path / name), "--json", str(tmp_path / f"{name}.json"))
+        assert run("retrieval", folder, *COMMAND, *options, "--lengths", "420", "--schemes", "exact")[0] == 0
+        digests.add(Results.load(tmp_path / f"{name}.json").setting["haystack_sha256"])
+    assert len(digests) == 1
+
+
+def test_bits_of_a_peer_are_those_of_layers_that_see_the_whole_text(characters: Any) -> None:
+    model = zoo.build("gemma3", max_position_embeddings=1024)
+    plan = Plan(tasks=("passkey",), lengths=(420,), depths=(0.5,), repeats=1)
+    measurement = Measurement(model, characters, TEXT, ["hf:dynamic"], plan)
+    (row,) = measurement.run(Results("retrieval", {}))
+    assert row["bits_per_element"] == 32
+
+
 def test_many_lengths_stay_within_80_columns(folder: str) -> None:
     lengths = ",".join(str(400 + 10 * i) for i in range(7))
     code, output = run(
@@ -507,7 +527,7 @@ WRONG = {
     "repeats": (["--repeats", "0"], "--repeats"),
     "chat": (["--chat"], "no chat template"),
     "file": (["--haystack", "no-such-file.txt"], "no-such-file.txt"),
-    "empty": (["--haystack", "-"], "the haystack is empty"),
+    "empty": (["--haystack", "-"], "standard input is empty"),
     "results": (["--json", "no-such-folder/rows.json"], "there is no folder no-such-folder"),
 }
 

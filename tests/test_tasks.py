@@ -462,6 +462,25 @@ def test_rows_are_written_resumed_and_compared(llama: Any, letters: Any, tmp_pat
         run(["exact"], limit=2)
 
 
+def test_samples_that_have_changed_are_scored_again(llama: Any, letters: Any, tmp_path: Path) -> None:
+    steps: list[str] = []
+    for count in (2, 2, 3):
+        loaded = tasks.load_tasks(["lambada"], write(tmp_path, "lambada", numbered("lambada", count)))
+        found = tasks.evaluate(llama, letters, ["exact"], loaded, path=tmp_path / "out.json", report=steps.append)
+        assert {row["samples"] for row in found.rows} == {count}
+    assert len(steps) == 2
+
+
+@pytest.mark.parametrize("task", ["hellaswag", "triviaqa"])
+def test_a_model_that_says_nan_has_no_score(letters: Any, tmp_path: Path, task: str) -> None:
+    model = zoo.build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5] = math.nan
+    loaded = tasks.load_tasks([task], write(tmp_path, task, numbered(task, 3)))
+    (row,) = tasks.evaluate(model, letters, ["exact"], loaded).rows
+    assert "NaN" in row["error"] and "value" not in row
+
+
 def test_a_peer_that_fails_is_a_row_until_it_works(letters: Any, tmp_path: Path) -> None:
     model = zoo.build("gemma3")  # Transformers' quantized caches refuse sliding windows
     loaded = tasks.load_tasks(["lambada"], write(tmp_path, "lambada", numbered("lambada", 2)))

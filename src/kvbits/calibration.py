@@ -344,10 +344,11 @@ def sample_ids(
     body = length - len(first)
     windows = len(ids) // body if body else 0
     if windows < samples:
+        shorter = len(ids) // samples + len(first)
+        hints = ["a longer text", *([f"{what} {windows}"] if windows else [])]
+        hints += [f"length {shorter}"] if shorter > 1 + len(first) else []
         raise ValueError(
-            f"the text has {len(ids)} tokens, enough for {windows} {what} of {length}; give a longer text, or "
-            + (f"{what} {windows}, or " if windows else "")
-            + f"length {len(ids) // samples + len(first)}"
+            f"the text has {len(ids)} tokens, enough for {windows} {what} of {length}; give {', or '.join(hints)}"
         )
     starts = [(i * windows // samples if spread else i) * body for i in range(samples)]
     return torch.stack([torch.cat([torch.tensor(first, dtype=torch.int64), ids[s : s + body]]) for s in starts])

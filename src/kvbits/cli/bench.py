@@ -19,9 +19,11 @@ from kvbits.cli.common import (
     attempt,
     err,
     fail,
+    going_on,
     load,
     out,
-    read_text,
+    read_source,
+    results_file,
     tokens_of,
 )
 from kvbits.scheme import split_schemes
@@ -58,9 +60,9 @@ def bench(
     contexts = [attempt(tokens_of, part, what="--context: ") for part in context.split(",")]
     batches = [attempt(tokens_of, part, what="--batch: ") for part in batch.split(",")]
     piece = None if chunk is None else attempt(tokens_of, chunk, what="--chunk: ")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        fail(f"--json {json_file}: there is no folder {json_file.parent}")
-    content = {} if text is None else {"text": read_text(None, text), "text_name": text.name}
+    results_file(json_file, "speed")
+    source = None if text is None else read_source(text)
+    content = {} if source is None else {"text": source.content, "text_name": source.name}
     from kvbits.measure.bench import Bench
     from kvbits.measure.breakeven import verdicts
 
@@ -71,11 +73,8 @@ def bench(
     screen = _Screen()
     try:
         run = (json_file, lambda: screen.quiet(load, model, dtype, device), screen.report, screen.show)
-        results = attempt(plan.run, *run)
-    except KeyboardInterrupt:
-        if json_file is not None:
-            err.print(f"interrupted; the same command goes on from {json_file}", markup=False, soft_wrap=True)
-        raise
+        with going_on(json_file):
+            results = attempt(plan.run, *run)
     finally:
         screen.bar.stop()
     out.print("\nfaster than the exact cache, per token, from what context on:")

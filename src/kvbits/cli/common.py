@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -88,15 +90,50 @@ def bars() -> Progress:
     """Progress bars with what is left, on standard error."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(), console=err,
+        TimeRemainingColumn(), console=err, speed_estimate_period=3600,  # one forward may take minutes
     )  # fmt: skip
 
 
-def results_file(file: Path | None) -> Path | None:
-    """The argument of --json, once its folder is known to be there."""
-    if file is not None and not file.absolute().parent.is_dir():
+def results_file(file: Path | None, kind: str | None = None) -> None:
+    """End with a message for a --json that cannot be written, or that holds anything else than results of a kind.
+
+    Whether their setting is the same is seen once the model is loaded.
+    """
+    if file is None:
+        return
+    if not file.absolute().parent.is_dir():
         fail(f"--json {file}: there is no folder {file.parent}")
-    return file
+    if file.exists() and not file.is_file():
+        fail(f"--json {file}: this is a folder or a device; give the name of a file")
+    try:
+        tempfile.TemporaryFile(dir=file.absolute().parent).close()
+    except OSError as error:
+        fail(f"--json {file}: cannot write into the folder {file.parent}: {str(error.strerror).lower()}")
+    if kind is not None and file.exists():
+        from kvbits.measure.results import Results
+
+        if attempt(Results.load, file).kind != kind:
+            fail(f"--json {file}: it holds results of another kind; give another file")
+
+
+@contextlib.contextmanager
+def going_on(file: Path | None) -> Iterator[None]:
+    """Say, where a measurement is interrupted, how it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        text = "with --json FILE what is finished is kept, and the same command goes on from there"
+        if file is not None:
+            text = f"the same command goes on from the rows in {file}"
+        err.print(f"interrupted; {text}", markup=False, highlight=False, soft_wrap=True)
+        raise
+
+
+def read_source(file: Path | None, field: str | None = None) -> Any:
+    """A :class:`kvbits.measure.text.Text`: of a file, or Python's help topics."""
+    from kvbits.measure import text
+
+    return text.builtin() if file is None else attempt(text.read, file, field)
 
 
 def read_text(prompt: str | None, file: Path | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -21,9 +21,11 @@ from kvbits.cli.common import (
     check_model,
     err,
     fail,
+    going_on,
     load_model,
     load_tokenizer,
     out,
+    read_source,
     results_file,
     working,
 )
@@ -39,6 +41,7 @@ WIDE_COLUMNS = 150
 
 
 def evaluate(
+    context: typer.Context,
     model: Model,
     schemes: Annotated[
         str | None,
@@ -77,6 +80,7 @@ def evaluate(
     own row is the noise floor.
     """
     if tasks is not None or hidden is not None:
+        _refuse_unused(context, "--tasks" if hidden is None else "--retrieval")
         _elsewhere(model, schemes, tasks, data, limit, hidden, text, chunk, dtype, device, calibration, json_file)
         return
     if data is not None or limit is not None:
@@ -85,13 +89,14 @@ def evaluate(
     names = _names(schemes, calibration is not None, length, chunk)
     if calibration is not None:
         attempt(load_calibration, calibration)  # says what is wrong with it before a model is loaded
-    _refuse_other_results(results_file(json_file))
+    results_file(json_file, "quality")
     content = _text(text, dataset, field)
     ids = _windows(model, content, windows, length, placement)
     loaded = load_model(model, dtype, device)
     from kvbits.measure.quality import measure
+    from kvbits.measure.setting import model_name
 
-    about = {"model": model, "text": content.name, "text_sha256": content.sha256, "placement": placement}
+    about = {"model": model_name(model), "text": content.name, "text_sha256": content.sha256, "placement": placement}
     heard: list[str] = []
     bar = bars()
     task = bar.add_task("", total=None)
@@ -99,17 +104,16 @@ def evaluate(
     def report(name: str, done: int, total: int) -> None:
         bar.update(task, description=escape(name), completed=done, total=total)
 
-    try:
-        with bar:
-            results = attempt(
-                measure, loaded, ids, names, chunk=chunk, one_shot=one_shot, calibration=calibration, json=json_file,
-                about=about, tell=heard.append, report=report,
-            )  # fmt: skip
-    except KeyboardInterrupt:
-        _interrupted(json_file)
+    with going_on(json_file), bar:
+        results = attempt(
+            measure, loaded, ids, names, chunk=chunk, one_shot=one_shot, calibration=calibration, json=json_file,
+            about=about, tell=heard.append, report=report,
+        )  # fmt: skip
     _print(results, names, one_shot)
     if json_file is not None:
         out.print(f"written to {json_file}", markup=False, highlight=False, soft_wrap=True)
+    if names and not any(results.find(scheme=name) for name in names):
+        fail("every scheme failed; the reasons stand above")
 
 
 def _elsewhere(
@@ -120,8 +124,6 @@ def _elsewhere(
     from kvbits.cli.retrieval import retrieval
     from kvbits.cli.tasks import tasks as score
 
-    if tasks is not None and hidden is not None:
-        fail("give --tasks or --retrieval, not both: their results are of two kinds")
     common = {"chunk": chunk, "dtype": dtype, "device": device, "calibration": calibration, "json_file": json_file}
     if schemes is not None:
         common["schemes"] = schemes
@@ -129,6 +131,22 @@ def _elsewhere(
         score(model, tasks, data=data, limit=limit, **common)
     else:
         retrieval(model, tasks=hidden or "", haystack=text, **common)
+
+
+def _refuse_unused(context: typer.Context, what: str) -> None:
+    """End with a message for options that say nothing of what is measured elsewhere."""
+    if context.params["tasks"] is not None and context.params["hidden"] is not None:
+        fail("give --tasks or --retrieval, not both: their results are of two kinds")
+    used = {"--tasks": {"tasks", "data", "limit"}, "--retrieval": {"hidden", "text"}}[what] | _EVERYWHERE
+    for option in context.command.params:
+        source = context.get_parameter_source(str(option.name))
+        if option.name not in used and source is not None and source.name == "COMMANDLINE":
+            command = {"--tasks": "tasks", "--retrieval": "retrieval"}[what]
+            fail(f"{option.opts[0]} says nothing of {what}; leave it out, and see 'kvbits {command} --help'")
+
+
+_EVERYWHERE = {"model", "schemes", "chunk", "dtype", "device", "calibration", "json_file"}
+"""Options of every kind of measurement."""
 
 
 def _names(schemes: str | None, calibrated: bool, length: int, chunk: int) -> list[str]:
@@ -142,14 +160,6 @@ def _names(schemes: str | None, calibrated: bool, length: int, chunk: int) -> li
     return names
 
 
-def _refuse_other_results(file: Path | None) -> None:
-    """End with a message if a file holds anything else than such results; whether the setting fits is seen later."""
-    from kvbits.measure.results import Results
-
-    if file is not None and file.exists() and attempt(Results.load, file).kind != "quality":
-        fail(f"--json {file}: it holds results of another kind; give another file")
-
-
 def _text(file: Path | None, dataset: str | None, field: str | None) -> Text:
     from kvbits.measure import text
 
@@ -160,7 +170,7 @@ def _text(file: Path | None, dataset: str | None, field: str | None) -> Text:
     if dataset is not None:
         with working(f"loading {dataset}"):
             return attempt(text.dataset, dataset)
-    return text.builtin() if file is None else attempt(text.read, file, field)
+    return read_source(file, field)
 
 
 def _windows(model: str, content: Text, windows: int, length: int, placement: str) -> Any:
@@ -172,15 +182,6 @@ def _windows(model: str, content: Text, windows: int, length: int, placement: st
     tokenizer = load_tokenizer(model)
     longest = longest_text(attempt(load_config, model, what=f"cannot load {model!r}: "))
     return attempt(windows_of, content.content, tokenizer, windows, length, placement, longest)
-
-
-def _interrupted(file: Path | None) -> NoReturn:
-    if file is None:
-        text = "interrupted; with --json FILE what is finished is kept, and the same command goes on from there"
-    else:
-        text = f"interrupted; the same command goes on from the rows in {file}"
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
-    raise KeyboardInterrupt
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -225,8 +226,9 @@ def _print(results: Results, names: list[str], one_shot: bool) -> None:
 
 
 def _notes(row: dict[str, Any]) -> list[str]:
-    missing = [f"{name} is not there: {why}" for name, why in row.get("missing", {}).items() if name != "kl_se"]
-    return [*([row["error"]] if "error" in row else []), *row.get("warnings", []), *missing]
+    from kvbits.measure.results import missing_figures
+
+    return [*([row["error"]] if "error" in row else []), *row.get("warnings", []), *missing_figures(row)]
 
 
 def _cell(row: dict[str, Any], show: Any) -> str:

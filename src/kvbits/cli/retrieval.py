@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box, progress
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -19,13 +19,17 @@ from kvbits.cli.common import (
     JsonFile,
     Model,
     attempt,
+    bars,
     err,
     fail,
+    going_on,
     load,
     out,
-    read_text,
+    read_source,
+    results_file,
     tokens_of,
 )
+from kvbits.files import load_calibration
 from kvbits.scheme import split_schemes
 
 if TYPE_CHECKING:
@@ -45,7 +49,10 @@ def retrieval(
     lengths: Annotated[str, typer.Option(help="Tokens of the whole prompt, the answer's too; 2k is 2,048.")] = "512,2k",
     depths: Annotated[str, typer.Option(help="Of the needles, 0 (beginning) to 1 (end).")] = "0,0.25,0.5,0.75,1",
     repeats: Annotated[int, typer.Option(min=1, help="Prompts for each cell, each with needles of its own.")] = 5,
-    haystack: Annotated[Path | None, typer.Option(help="A text file; default: Python's help topics.")] = None,
+    haystack: Annotated[
+        Path | None,
+        typer.Option(help="A text file, .jsonl or .parquet; - is standard input. Default: Python's help topics."),
+    ] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of the context that are read at a time.")] = 16,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="The chat template; default: where the model has one.")
@@ -62,18 +69,17 @@ def retrieval(
     log probability of the right answer; the exact cache comes first.
     """
     from kvbits.measure.retrieval import Plan
-    from kvbits.measure.setting import shortened
+    from kvbits.measure.setting import model_name
 
     plan = attempt(
         Plan, tuple(_list(tasks)), tuple(attempt(tokens_of, one) for one in _list(lengths)),
         tuple(_depth(one) for one in _list(depths)), repeats, chunk, chat, seed,
     )  # fmt: skip
     names = attempt(split_schemes, schemes)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        fail(f"--json {json_file}: there is no folder {json_file.parent}")
-    text = read_text(None, haystack)
-    named = {"model": shortened(model), "haystack": haystack.name if haystack else "pydoc_data.topics"}
-    rows = measure(model, dtype, device, text, names, plan, calibration, json_file, named)
+    results_file(json_file, "retrieval")
+    text = read_source(haystack)
+    named = {"model": model_name(model), "haystack": text.name}
+    rows = measure(model, dtype, device, text.content, names, plan, calibration, json_file, named)
     show(rows, plan)
     if all("error" in row for row in rows):
         fail(f"every cell failed, the first with {rows[0]['error']}")
@@ -97,17 +103,15 @@ def measure(
 
     for name in schemes:
         attempt(check, name, calibrated=calibration is not None)  # says what is wrong before a model is loaded
+    if calibration is not None:
+        attempt(load_calibration, calibration)
     loaded, tokenizer = load(model, dtype, device)
     measurement = attempt(Measurement, loaded, tokenizer, text, schemes, plan, calibration)
     results = attempt(Results.resume, json_file, "retrieval", measurement.setting(**named))
     for warning in measurement.warnings():
         err.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
-    try:
+    with going_on(json_file):
         return _run(measurement, results, json_file)
-    except KeyboardInterrupt:
-        if json_file is not None:
-            err.print(f"interrupted; the same command goes on from {json_file}", markup=False, soft_wrap=True)
-        raise
 
 
 def _run(measurement: Measurement, results: Results, json_file: Path | None) -> list[dict[str, Any]]:
@@ -115,9 +119,7 @@ def _run(measurement: Measurement, results: Results, json_file: Path | None) -> 
         if json_file is not None:
             attempt(results.save, json_file)
 
-    columns = (*progress.Progress.get_default_columns(), progress.TimeElapsedColumn())
-    bar = progress.Progress(*columns, console=err, speed_estimate_period=3600)  # one prompt may take minutes
-    with bar:
+    with bars() as bar:
         task = bar.add_task("retrieval", total=None)
 
         def report(done: int, total: int) -> None:

@@ -10,7 +10,20 @@ from rich import box
 from rich.table import Table
 
 from kvbits.catalogue import RECOMMENDED
-from kvbits.cli.common import Calibrated, Device, DType, JsonFile, Model, attempt, err, fail, load, out
+from kvbits.cli.common import (
+    Calibrated,
+    Device,
+    DType,
+    JsonFile,
+    Model,
+    attempt,
+    err,
+    fail,
+    going_on,
+    load,
+    out,
+    results_file,
+)
 from kvbits.files import load_calibration
 from kvbits.scheme import split_schemes
 
@@ -36,27 +49,28 @@ def tasks(
     """
     from kvbits.measure import caches
     from kvbits.measure import tasks as measure
+    from kvbits.measure.setting import model_name
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     listed = [attempt(caches.check, name, calibration is not None) for name in attempt(split_schemes, schemes)]
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        fail(f"--json {json_file}: there is no folder {json_file.parent}")
+    results_file(json_file, "tasks")
     fitted = None if calibration is None else attempt(load_calibration, calibration)
     with err.status("loading the tasks"):
         prepared = attempt(measure.load_tasks, names, data, shots)
     loaded, tokenizer = load(model, dtype, device)
     about = {
-        "model": Path(model).name if Path(model).exists() else model,
+        "model": model_name(model),
         "data": None if data is None else data.name,
         "shots": shots,
         "calibration": None if calibration is None else calibration.name,
         "schemes": listed,
     }
-    results = attempt(
-        measure.evaluate, loaded, tokenizer, listed, prepared, limit=limit, chunk=chunk, batch=batch,
-        calibration=fitted, path=json_file, report=lambda line: err.print(line, markup=False, highlight=False),
-        about=about,
-    )  # fmt: skip
+    with going_on(json_file):
+        results = attempt(
+            measure.evaluate, loaded, tokenizer, listed, prepared, limit=limit, chunk=chunk, batch=batch,
+            calibration=fitted, path=json_file, report=lambda line: err.print(line, markup=False, highlight=False),
+            about=about,
+        )  # fmt: skip
     _show(results.rows, listed)
 
 
@@ -135,4 +149,4 @@ def lm_eval(
             from kvbits.measure.harness import main
         except ImportError as error:
             fail(str(error))
-        main(context.args)
+        attempt(main, context.args)

@@ -29,12 +29,10 @@ from kvbits.measure.peak import Errand, peak_here, peak_of
 from kvbits.measure.prompts import Prompts
 from kvbits.measure.results import Results
 from kvbits.measure.room import Shapes, refuse_unless_it_fits, room
-from kvbits.measure.setting import setting, shortened
+from kvbits.measure.setting import model_name, setting
 from kvbits.measure.speed import QUANTO4, WARM_TURNS, measure, reason, work_tokens
 from kvbits.measure.text import prose
 
-KEYS = ("scheme", "weights", "dtype", "batch", "context")
-"""What tells rows apart."""
 _LEAST = {"contexts": 2, "batches": 1, "steps": 4, "prefills": 1, "chunk": 1}
 
 Load = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
@@ -188,13 +186,14 @@ class _Run:
         self.prompts = Prompts(tokenizer(bench.text or prose(), return_tensors="pt").input_ids[0])
         self.calibration = None if bench.calibration is None else load_calibration(bench.calibration)
         about = {
-            "model": shortened(bench.model),
+            "model": model_name(bench.model),
             "text": bench.text_name,
             "text_tokens": len(self.prompts.tokens),
             "steps": bench.steps,
             "prefills": bench.prefills,
             "chunk": bench.chunk,
             "calibration": None if bench.calibration is None else Path(bench.calibration).name,
+            "calibration_sha256": None if self.calibration is None else self.calibration.about.get("sha256"),
             "peak": bench.peak,
         }
         self.results = Results.resume(path, "speed", {**setting(model), **about})
@@ -241,7 +240,7 @@ class _Run:
             elif bench.peak:
                 row |= self._peak(model, cell, row["scheme"], row["warnings"])
                 self._advance(cell, cell.batch * cell.context)
-            self.results.put({"scheme": row["scheme"], **self._place(cell), **row}, *KEYS)
+            self.results.put({"scheme": row["scheme"], **self._place(cell), **row})
         self.results.rows = with_break_even(self.results.rows)
         self._advance(cell, before + self._tokens(cell) - self.done)  # what failed was left out
         if self.path is not None:

@@ -9,10 +9,11 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from transformers import Cache, QuantizedCache
+from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
 from kvbits.cache import LayerCache
+from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache, storage_bytes
 from kvbits.measure.setting import SEED
 
@@ -24,6 +25,14 @@ def elements(exact: Cache) -> int:
     """Elements of the keys and values in those layers of an exact cache of Transformers that see the whole text."""
     full = [layer for layer in exact.layers if type(layer) is DynamicLayer]
     return sum(x.numel() for layer in full for x in (layer.keys, layer.values) if x is not None)
+
+
+def elements_of_a_token(model: PreTrainedModel) -> int:
+    """:func:`elements` of one token of one row, found by running it through a model."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), **{cache_name(model): cache})
+    return elements(cache)
 
 
 def bits_per_element(cache: Cache, elements: int) -> float | None:

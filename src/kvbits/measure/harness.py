@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -83,8 +84,10 @@ class _Reader:
         columns = ids.shape[1]
         chunk = self.lm.chunk or columns
         sizes = [*([columns % chunk] if columns % chunk else []), *[chunk] * (columns // chunk)]
-        for _ in self._feed(ids.split(sizes, dim=1), text.split(sizes, dim=1), last=True):
-            pass
+        for logits in self._feed(ids.split(sizes, dim=1), text.split(sizes, dim=1), last=True):
+            last = logits[:, -1]
+        if bool(last.isnan().any()):  # of which the harness would make an answer like any other
+            raise ValueError("the model has no answer: its logits are NaN")
 
     def read(self, ids: torch.Tensor, text: torch.Tensor) -> Iterator[torch.Tensor]:
         """Feed columns ``ids [B, n]`` padded on the right, and yield the logits ``[B, columns, V]`` of each chunk."""
@@ -244,6 +247,8 @@ class KvbitsLM(HFLM):
                     request.total += float(logprobs[row, :n].gather(1, targets[:, None]).sum())
                     request.greedy &= torch.equal(best[row, :n], targets)
             self.tally.predicted(share, sum(len(tail[done:end]) for tail in tails))
+            if any(math.isnan(request.total) for requests in asked for request in requests):
+                raise ValueError("the model has no answer: its log probabilities are NaN")
             done, most = end, max(most, share)
             share = held.packed_share(reader.cache)
         return most

@@ -20,8 +20,8 @@ from transformers import Cache, PreTrainedModel
 
 from kvbits.files import Calibration
 from kvbits.hf.attach import cache_name
-from kvbits.hf.cache import KVCache
-from kvbits.measure.caches import kernels, make
+from kvbits.measure import guards
+from kvbits.measure.caches import make
 from kvbits.measure.flush import packed_tokens, tokens_to_flush
 from kvbits.measure.prompts import Prompts
 
@@ -99,26 +99,11 @@ class Lane:
         return self.step()
 
     def why_slow(self) -> list[str]:
-        """Read one more token, and say where attention over packed history did not run on a fast kernel.
-
-        Returns:
-            One line for each layer outcome that is slow, with what the faster kernels say of the call; empty where
-            all is well or nothing is packed.
-        """
+        """Read one more token, and say where attention over packed history ran on no fast kernel, and why."""
         assert self.cache is not None
-        if not isinstance(self.cache, KVCache):
-            return []
-        for layer in self.cache.packed_layers:
-            layer.trace.asked = True
+        guards.ask_for_reasons(self.cache)
         self._read(1)
-        found = []
-        for outcome in kernels(self.cache).split(", "):
-            if outcome in SLOW:
-                layers = [x for x in self.cache.packed_layers if x.trace.outcome == outcome]
-                reasons = [line for line in layers[0].trace.kernels if not line.endswith(": runs")]
-                why = f" ({'; '.join(reasons)})" if outcome != "decoded" and reasons else ""
-                found.append(f"{SLOW[outcome]} in {len(layers)} of {len(self.cache.layers)} layers{why}")
-        return found
+        return guards.slow_kernels(self.model, self.cache)
 
     def _read(self, count: int) -> float:
         """Put the next ``count`` tokens of every row through the model; seconds."""
@@ -135,13 +120,6 @@ class Lane:
             seconds = time.perf_counter() - start
         self.position = end
         return seconds
-
-
-SLOW = {
-    "kernel reference": "attention over packed blocks ran in plain PyTorch",
-    "decoded": "the whole history was decoded at each step",
-}
-"""Outcomes that are right but slow, in words."""
 
 
 @contextlib.contextmanager

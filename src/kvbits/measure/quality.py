@@ -119,7 +119,6 @@ def measure(
         "length": ids.shape[1],
         "chunk": chunk,
         "placement": placement if isinstance(text, str) else None,
-        "weights_sha256": fingerprint.digest(fingerprint.weights(model)),
         "tokens_sha256": fingerprint.digest(ids),
         "calibration_sha256": None if calibration is None else calibration.about.get("sha256"),
         "schemes": names,
@@ -132,7 +131,7 @@ def measure(
         return results
     with _left_as_it_was(model), _Job(model, ids, chunk, calibration, todo, tell, report) as job:
         for row in job.rows():
-            results.put(row, "scheme", "regime")
+            results.put(row)
             if json is not None:
                 results.save(json)
     return results

@@ -20,7 +20,14 @@ from typing import Any
 from kvbits.files import replacing
 
 FORMAT = 1
-KINDS = ("quality", "retrieval", "tasks", "speed")
+KEYS = {
+    "quality": ("scheme", "regime"),
+    "retrieval": ("scheme", "task", "length", "depth"),
+    "tasks": ("scheme", "task", "metric"),
+    "speed": ("scheme", "weights", "dtype", "batch", "context"),
+}
+"""Of each kind, what makes two rows of one setting the same measurement."""
+KINDS = tuple(KEYS)
 
 _SIDE = {"date", "command", "kvbits", "python", "schemes"}
 """Of a setting: what may differ between two runs whose rows stand in one file."""
@@ -39,8 +46,14 @@ class Results:
             raise ValueError(f"{self.kind!r} is no kind of results; known are {', '.join(KINDS)}")
 
     def save(self, path: str | Path) -> Path:
-        """Write the file, in place of one that is there."""
+        """Write the file, in place of one that is there. What another run has put there meanwhile is kept.
+
+        Raises:
+            ValueError: if what is there is of another kind or setting, as :meth:`resume`.
+        """
         path = Path(path)
+        there = [row for row in Results.resume(path, self.kind, self.setting).rows if "error" not in row]
+        self.rows = list({self._key(row): row for row in (*there, *self.rows)}.values())
         data = {"format": FORMAT, "kind": self.kind, "setting": self.setting, "rows": self.rows}
         with replacing(path) as beside:
             beside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -56,7 +69,8 @@ class Results:
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}")
+            what = f"{path} is a folder or a device, no file" if path.exists() else f"there is no file {path}"
+            raise FileNotFoundError(what)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -85,7 +99,8 @@ class Results:
         if found.kind != kind:
             raise ValueError(f"{path} has results of the kind {found.kind!r}, not {kind!r}; give another file")
         here, there = _core(setting), _core(found.setting)
-        differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        unknown = {name for name in here if name.endswith("_sha256") and name not in there}  # an older release wrote it
+        differing = [name for name in {**here, **there} if here.get(name) != there.get(name) and name not in unknown]
         if differing:
             name = differing[0]
             more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
@@ -102,9 +117,23 @@ class Results:
                 return row
         return None
 
-    def put(self, row: dict[str, Any], *keys: str) -> None:
-        """Add a row, in place of one with the same values under ``keys``."""
-        self.rows = [other for other in self.rows if any(other.get(key) != row.get(key) for key in keys)] + [row]
+    def put(self, row: dict[str, Any]) -> None:
+        """Add a row, in place of one of the same measurement."""
+        self.rows = [other for other in self.rows if self._key(other) != self._key(row)] + [row]
+
+    def _key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in KEYS[self.kind])
+
+
+def missing_figures(row: Mapping[str, Any]) -> list[str]:
+    """Which figures of a row are None, a line for each reason: ``no ppl, ppl_se: too large for a number``."""
+    found = row.get("missing")
+    if not isinstance(found, Mapping):  # of a file that something else has written
+        return []
+    by_reason: dict[str, list[str]] = {}
+    for name, why in found.items():
+        by_reason.setdefault(str(why), []).append(str(name))
+    return [f"no {', '.join(names)}: {why}" for why, names in by_reason.items()]
 
 
 def _core(setting: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,16 +24,15 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, PreTrainedModel
 
 from kvbits.files import Calibration, load_calibration
 from kvbits.hf.attach import cache_name
-from kvbits.hf.cache import KVCache
 from kvbits.measure import caches
+from kvbits.measure.bits import bits_per_element, elements_of_a_token
 from kvbits.measure.haystack import Haystack
 from kvbits.measure.needles import HOPS, PAIRS, TASKS, Prompt, Prompts
-from kvbits.measure.results import Results
+from kvbits.measure.results import KEYS, Results
 from kvbits.measure.setting import SEED, setting
 from kvbits.scheme import Scheme
 
@@ -42,9 +41,6 @@ STEP = 16
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DEFAULT_TASKS = ("passkey", "multikey", "variables")
-
-_KEYS = ("scheme", "task", "length", "depth")
-"""What a row is known by."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +284,7 @@ class Measurement:
         missing = [cell for cell in cells if self._find(results, *cell) is None]
         total, before = self.plan.repeats * sum(length for _, _, length, _ in missing), 0
         scorer = Scorer(self.model, self.tokenizer, self.plan.chunk)
-        per_token = _elements_of_a_token(self.model) if missing else 0
+        per_token = elements_of_a_token(self.model) if missing else 0
         for name, task, length, depth in missing:
             try:
                 scores = []
@@ -302,11 +298,11 @@ class Measurement:
                 figures = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
             row = {"scheme": name, "task": task, "length": length, "depth": depth, **figures}
             row.update(self._beside(results, row))
-            results.put(row, *_KEYS)
+            results.put(row)
             keep(results)
             before += self.plan.repeats * length
             report(before, total)
-        rows = {tuple(row.get(key) for key in _KEYS): row for row in results.rows}
+        rows = {tuple(row.get(key) for key in KEYS["retrieval"]): row for row in results.rows}
         for cell in cells:  # once more: the exact cache's row may have failed in an earlier run, and not in this one
             rows[cell].update(self._beside(results, rows[cell]))
         keep(results)
@@ -343,7 +339,10 @@ def remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         if "error" in row:
             failed[row["scheme"], row["error"]] = failed.get((row["scheme"], row["error"]), 0) + 1
-    found = [f"{scheme} failed in {count} cells: {error}" for (scheme, error), count in failed.items()]
+    found = [
+        f"{scheme} failed in {count} cells, which its sums and means leave out: {error}"
+        for (scheme, error), count in failed.items()
+    ]
     measured = [row for row in rows if "error" not in row]
     for task, length in dict.fromkeys((row["task"], row["length"]) for row in measured):
         here = [row for row in measured if (row["task"], row["length"]) == (task, length)]
@@ -367,15 +366,6 @@ def _least_packed(name: str) -> int:
     return scheme.sinks + scheme.late_sinks + (scheme.residual or 0) + scheme.block - 1
 
 
-def _elements_of_a_token(model: PreTrainedModel) -> int:
-    """Elements of K and V of one token, in the layers that keep all tokens."""
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), **{cache_name(model): cache})
-    layers: list[Any] = [layer for layer in cache.layers if type(layer) is DynamicLayer and layer.is_initialized]
-    return sum(layer.keys.numel() + layer.values.numel() for layer in layers)
-
-
 def _figures(scores: Sequence[Score]) -> dict[str, Any]:
     """A cell's figures, and below them what each prompt gave."""
     hits = [score.hit for score in scores]
@@ -396,9 +386,5 @@ def _figures(scores: Sequence[Score]) -> dict[str, Any]:
 
 def _sizes(cache: Cache, per_token: int) -> dict[str, Any]:
     """What the cache of a cell's last prompt took, and what computed attention."""
-    held = caches.nbytes(cache)
-    if isinstance(cache, KVCache):
-        bits = cache.bits_per_element
-    else:
-        bits = 8 * held / (per_token * cache.get_seq_length())
-    return {"bits_per_element": bits, "kv_bytes": held, "kernel": caches.kernels(cache)}
+    bits = bits_per_element(cache, per_token * cache.get_seq_length())
+    return {"bits_per_element": bits, "kv_bytes": caches.nbytes(cache), "kernel": caches.kernels(cache)}

@@ -13,6 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import kvbits
+from kvbits import fingerprint
 from kvbits.library import instruction_set
 
 SEED = 0
@@ -22,7 +23,7 @@ CHUNK_TOKENS = 16
 
 
 def setting(model: PreTrainedModel | None = None, /, **more: Any) -> dict[str, Any]:
-    """Hardware, versions, seed, date and command; of a model its class, dtype, device and shape; then ``more``."""
+    """Hardware, versions, seed, date and command; of a model its class, dtype, device, shape, digest; then ``more``."""
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
@@ -42,7 +43,14 @@ def setting(model: PreTrainedModel | None = None, /, **more: Any) -> dict[str, A
         found["dtype"] = str(model.dtype).removeprefix("torch.")
         found["layers"] = config.num_hidden_layers
         found["parameters"] = sum(x.numel() for x in model.parameters())
+        found["weights_sha256"] = fingerprint.digest(fingerprint.weights(model))
     return {**found, **more}
+
+
+def model_name(model: str) -> str:
+    """What results call a model, and reports join them by: a hub id as it is, a folder or a file by its own name."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
 
 
 def processor() -> str:

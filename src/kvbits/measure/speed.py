@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 from transformers import PreTrainedModel
 
 from kvbits.files import Calibration
-from kvbits.hf.cache import KVCache
+from kvbits.measure.bits import bits_per_element, elements_of_a_token
 from kvbits.measure.caches import EXACT, check, is_exact, kernels, nbytes
 from kvbits.measure.flush import packed_tokens, tokens_between
 from kvbits.measure.lane import Lane, Reading
@@ -42,8 +42,9 @@ class Samples:
     Attributes:
         prefills, steps, flushes: seconds of each; a step that packs something is a flush.
         every: a step in so many is a flush; None where none is.
-        kv_bytes, bits: of the cache, and of each element of K and V, where a cache knows; after the first steps, since
-            sliding layers hold the whole prompt until then.
+        elements: of K and V for each token of the batch; see :mod:`kvbits.measure.bits`.
+        kv_bytes, bits: of the cache, and of each element; after the first steps, since sliding layers hold the whole
+            prompt until then.
         packed: whether anything was packed then.
         kernel: what computed attention in the last ordinary step.
         slow: why that was no fast kernel.
@@ -54,6 +55,7 @@ class Samples:
     steps: list[float] = field(default_factory=list)
     flushes: list[float] = field(default_factory=list)
     every: int | None = None
+    elements: int = 0
     kv_bytes: int = 0
     bits: float | None = None
     packed: bool = False
@@ -105,7 +107,8 @@ def measure(
     """
     names = [check(name, calibrated=calibration is not None) for name in names]
     every = list(dict.fromkeys([EXACT, *names, *beside]))
-    lanes = [(Lane(model, name, reading, calibration), Samples()) for name in [*every, EXACT]]
+    elements = reading.batch * elements_of_a_token(model)
+    lanes = [(Lane(model, name, reading, calibration), Samples(elements=elements)) for name in [*every, EXACT]]
 
     def each(work: _Work, tokens: int, turn: int = 0) -> None:
         for lane, samples in turned([pair for pair in lanes if pair[1].error is None], turn):
@@ -124,7 +127,7 @@ def measure(
     for turn in range(WARM_TURNS + steps):
         each(_step if turn >= WARM_TURNS else _warm_step, STEP_TOKENS, turn)
     each(_last, STEP_TOKENS)
-    rows = _rows(every, [samples for _, samples in lanes], reading, model.dtype.itemsize)
+    rows = _rows(every, [samples for _, samples in lanes], reading)
     return [row for row in rows if row["scheme"] in names]
 
 
@@ -181,7 +184,7 @@ def _warm_step(lane: Lane, samples: Samples) -> None:
     cache = lane.cache
     assert cache is not None
     samples.kv_bytes, samples.every, samples.packed = nbytes(cache), tokens_between(cache), packed_tokens(cache) > 0
-    samples.bits = cache.bits_per_element if isinstance(cache, KVCache) else None
+    samples.bits = bits_per_element(cache, samples.elements * lane.position)
 
 
 def _step(lane: Lane, samples: Samples) -> None:
@@ -200,8 +203,8 @@ def _last(lane: Lane, samples: Samples) -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _rows(names: Sequence[str], samples: list[Samples], reading: Reading, size: int) -> list[dict[str, Any]]:
-    """``samples`` are those of ``names``, whose first is the exact cache, and once more of that; ``size`` its bytes."""
+def _rows(names: Sequence[str], samples: list[Samples], reading: Reading) -> list[dict[str, Any]]:
+    """``samples`` are those of ``names``, whose first is the exact cache, and once more of that."""
     exact, noise = _together(samples[0], samples[-1])
     found = {**dict(zip(names, samples, strict=False)), EXACT: exact}
     quanto = found.get(QUANTO4)
@@ -213,8 +216,6 @@ def _rows(names: Sequence[str], samples: list[Samples], reading: Reading, size: 
         row = _figures(name, own, reading)
         row["speed_against_exact"], row["speed_against_quanto4"] = _ratio(exact, own), _ratio(quanto, own)
         row["noise"] = noise
-        if own.bits is None and exact.kv_bytes:
-            row["bits_per_element"] = 8 * own.kv_bytes / (exact.kv_bytes / size)
         row["warnings"] = _warnings(name, own, noise, reading)
         rows.append(row)
     return rows
@@ -226,7 +227,7 @@ def _together(first: Samples, last: Samples) -> tuple[Samples, float | None]:
         return (last if last.error is not None else first), None
     short, long = sorted(statistics.median(one.steps) for one in (first, last))
     prefills, steps = first.prefills + last.prefills, first.steps + last.steps
-    return Samples(prefills, steps, kv_bytes=first.kv_bytes, kernel=first.kernel), long / short
+    return Samples(prefills, steps, kv_bytes=first.kv_bytes, bits=first.bits, kernel=first.kernel), long / short
 
 
 def _ratio(yardstick: Samples | None, own: Samples) -> float | None:

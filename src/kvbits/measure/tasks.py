@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import logging
 import math
 import statistics
@@ -27,14 +28,15 @@ from kvbits.measure.task_data import LocalTask, local_tasks, read
 
 ROW = (
     "scheme", "task", "metric", "value", "stderr", "samples", "packed_share", "packed_requests", "truncated",
-    "bits_per_element", "kv_bytes", "seconds", "kernel", "p_value", "wins", "losses", "advice", "sample_hash", "scores",
+    "bits_per_element", "kv_bytes", "seconds", "kernel", "p_value", "wins", "losses", "advice", "data_sha256",
+    "sample_hash", "scores",
 )  # fmt: skip
 """Fields of a row, in this order.
 
 ``value`` and ``stderr`` are of the metric; ``packed_share`` to ``kv_bytes`` are those of :class:`held.Tally`, the
 last the largest cache once it had read its context; ``seconds`` are of all of the task; ``p_value``, ``wins`` and
-``losses`` are beside the exact cache (:mod:`pairs`), None where it was not measured; ``scores`` are of each sample, and
-``sample_hash`` says of which samples.
+``losses`` are beside the exact cache (:mod:`pairs`), None where it was not measured; ``data_sha256`` is the digest of
+local samples, None of others; ``scores`` are of each sample, and ``sample_hash`` says of which samples.
 """
 
 
@@ -49,10 +51,12 @@ class Task:
     Attributes:
         name: as it was asked for.
         loaded: what ``TaskManager.load`` returns.
+        data_sha256: digest of local samples.
     """
 
     name: str
     loaded: dict[str, Any]
+    data_sha256: str | None = None
 
     @property
     def reported(self) -> dict[str, list[str]]:
@@ -98,7 +102,7 @@ def _refuse_unknown(names: Sequence[str], known: Sequence[str], data: str | Path
             continue
         if name in local_tasks() and data is None:
             raise ValueError(f"{name!r} is a task of local data: give --data FOLDER")
-        near = difflib.get_close_matches(name, [*local_tasks(), *known], 3, 0.6)
+        near = difflib.get_close_matches(name, sorted({*local_tasks(), *known}), 3, 0.6)
         hint = f"near: {', '.join(near)}" if near else f"known are {', '.join(local_tasks())}, and 'lm_eval ls tasks'"
         raise ValueError(f"unknown task {name!r}; {hint}")
 
@@ -126,7 +130,8 @@ def _load_local(task: LocalTask, samples: list[dict[str, Any]]) -> Task:
 
     split = {"test": Dataset.from_list(samples)}
     loaded = ConfigurableTask(config={**task.config, "custom_dataset": lambda **_: split})
-    return Task(task.name, {"tasks": {task.name: loaded}})
+    digest = hashlib.sha256(json.dumps(samples).encode()).hexdigest()
+    return Task(task.name, {"tasks": {task.name: loaded}}, digest)
 
 
 def _set_shots(task: Task, shots: int | None) -> None:
@@ -178,12 +183,13 @@ def evaluate(
     schemes = [caches.check(scheme, calibrated=calibration is not None) for scheme in schemes]
     if isinstance(calibration, (str, Path)):
         calibration = load_calibration(calibration)
-    measured = setting(model, lm_eval=version("lm-eval"), limit=limit, chunk=chunk, batch=batch)
-    measured.update(about or {})
+    digest = None if calibration is None else calibration.about.get("sha256")
+    how = {"limit": limit, "chunk": chunk, "batch": batch, "calibration_sha256": digest}
+    measured = setting(model, lm_eval=version("lm-eval"), **how | dict(about or {}))
     results = Results.resume(path, "tasks", measured)
     for task in tasks:
         for scheme in schemes:
-            if all(results.find(scheme=scheme, task=name) for name in task.reported):
+            if all(results.find(scheme=scheme, task=name, data_sha256=task.data_sha256) for name in task.reported):
                 continue
             report(f"{task.name}, {scheme}")
             rows = _measure(model, tokenizer, scheme, task, limit, chunk, batch, calibration)
@@ -233,6 +239,7 @@ def _measure(
         "seconds": time.perf_counter() - start,
         "kernel": ", ".join(sorted(tally.kernels)),
         "advice": tally.advice(scheme),
+        "data_sha256": task.data_sha256,
     }
     rows = []
     for name, parts in task.reported.items():

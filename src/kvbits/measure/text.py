@@ -42,11 +42,16 @@ class Text:
     def __post_init__(self) -> None:
         if not self.content.strip():
             raise ValueError(f"{self.name} is empty: there is no text to measure on")
+        try:
+            self.content.encode()
+        except UnicodeEncodeError as error:  # JSON can hold it, as \ud800
+            half = self.content[error.start]
+            raise ValueError(f"{self.name} holds half a character, {half!r}, which is no text in UTF-8") from None
 
     @property
     def sha256(self) -> str:
         """Digest of the content in UTF-8."""
-        return hashlib.sha256(self.content.encode("utf-8", "surrogatepass")).hexdigest()
+        return hashlib.sha256(self.content.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,8 @@ def _of_parquet(path: Path, field: str | None) -> list[str]:
 
 
 def _holds_strings(arrow: Any, kind: Any) -> bool:
-    return bool(arrow.types.is_string(kind) or arrow.types.is_large_string(kind))
+    kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    return bool(arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind))
 
 
 def _chosen(field: str | None, strings: list[str], all_fields: list[str], where: str) -> str:
@@ -160,8 +166,10 @@ def _chosen(field: str | None, strings: list[str], all_fields: list[str], where:
         field = FIELD if FIELD in strings or len(strings) != 1 else strings[0]
     if field in strings:
         return field
-    have = f"strings in {', '.join(strings)}" if strings else f"no strings, only {', '.join(all_fields) or 'nothing'}"
-    raise ValueError(f"{where} has no string in a field {field!r}; it has {have}: name the field with --field")
+    have = f"no strings, only {', '.join(all_fields) or 'nothing'}"
+    if strings:
+        have = f"strings in {', '.join(strings)}: name the field with --field"
+    raise ValueError(f"{where} has no string in a field {field!r}; it has {have}")
 
 
 def dataset(name: str) -> Text:

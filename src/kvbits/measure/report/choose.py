@@ -63,7 +63,7 @@ class Choice:
         take: the scheme to take, or None where none can be named; ``why`` says why.
         closest: the one nearest to the exact cache.
         smallest: the one of the fewest bits within the loose limits.
-        caveats: what a reader must know of ``take``.
+        caveats: what a reader must know of ``take``, or of ``closest`` where there is none.
         missing: kinds that were not measured for ``take``, or at all.
     """
 
@@ -105,7 +105,13 @@ def choose(measured: Measured, rule: Rule, bits: str | None = None) -> Choice:
     why = "" if take else f"No scheme keeps the rule. The closest is {closest.scheme}: {'; '.join(closest.reasons)}."
     missing = [kind for kind in KINDS if kind not in (take or closest).measured]
     return replace(
-        choice, take=take, closest=closest, smallest=smallest, why=why, caveats=_caveats(take), missing=missing
+        choice,
+        take=take,
+        closest=closest,
+        smallest=smallest,
+        why=why,
+        caveats=[*_caveats(take or closest, take is not None), *_left_out(measured)],
+        missing=missing,
     )
 
 
@@ -159,11 +165,19 @@ def _within(one: Standing, kl: float, top1: float) -> bool:
     return one.kl is not None and one.kl <= kl and (one.top1 is None or one.top1 >= top1)
 
 
-def _caveats(take: Standing | None) -> list[str]:
-    if take is None:
-        return []
-    slow = f"None that is close enough is as fast as the rule asks; this one is at {words.times(take.speed)}."
-    return [*([slow] if take.failed else []), *(f"Measured with a warning: {text}" for text in take.warnings)]
+def _caveats(shown: Standing, taken: bool) -> list[str]:
+    slow = f"None that is close enough is as fast as the rule asks; this one is at {words.times(shown.speed)}."
+    warned = [f"Measured with a warning: {text}" for text in shown.warnings]
+    return [slow, *warned] if taken and shown.failed else warned
+
+
+def _left_out(measured: Measured) -> list[str]:
+    """Schemes whose quality is known from other runs alone, which cannot be compared with that of the main one."""
+    main, *others = [{row["scheme"] for row in run.figures} for run in measured.runs["quality"]]
+    left = dict.fromkeys(scheme for run in others for scheme in sorted(run - main))
+    return [
+        f"Not in the choice, since measured on another text or in another setting: {words.listed(list(left))}."
+    ] * bool(left)
 
 
 def _why_none(quality: Run | None, standings: list[Standing]) -> str:

@@ -54,9 +54,14 @@ def caveats(choice: Choice) -> list[str]:
 
 
 def others(choice: Choice) -> list[tuple[str, Standing]]:
-    """The schemes to take where something else matters more, but for the one that is shown in full."""
-    named = (("Closest to exact", choice.closest), ("Least memory", choice.smallest))
-    return [(what, one) for what, one in named if one is not None and one is not (choice.take or choice.closest)]
+    """The schemes to take where something else matters more, if they are better there than the one shown in full."""
+    shown = choice.take or choice.closest
+    found: list[tuple[str, Standing]] = []
+    if choice.closest is not None and choice.closest is not shown:
+        found.append(("Closest to exact", choice.closest))
+    if choice.smallest is not None and shown is not None and (choice.smallest.bits or 0) < (shown.bits or 0):
+        found.append(("Least memory", choice.smallest))
+    return found
 
 
 def stated(rule: Rule) -> str:

@@ -15,18 +15,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvbits.measure.pairs import pair_rows
-from kvbits.measure.results import FORMAT, KINDS, Results
+from kvbits.measure.results import FORMAT, KEYS, KINDS, Results
 from kvbits.scheme import Scheme
 
 Row: TypeAlias = dict[str, Any]
-
-KEYS = {
-    "quality": ("scheme", "regime"),
-    "retrieval": ("scheme", "task", "length", "depth"),
-    "tasks": ("scheme", "task", "metric"),
-    "speed": ("scheme", "weights", "dtype", "batch", "context"),
-}
-"""What makes two rows of one run the same measurement."""
 
 NUMBERS = {
     "ppl", "ppl_se", "kl_mean", "kl_se", "kl_median", "kl_p999", "top1", "bits_per_element", "bits_at_8000", "kv_bytes",

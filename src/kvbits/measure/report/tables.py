@@ -11,6 +11,7 @@ from kvbits.measure.report.choose import Choice
 from kvbits.measure.report.merge import Measured, Row, Run, differing, failed, numbered
 from kvbits.measure.report.standing import Standing, one_shot, warnings_of
 from kvbits.measure.report.words import real
+from kvbits.measure.results import missing_figures
 
 
 @dataclass(frozen=True)
@@ -302,11 +303,9 @@ def _note(run: Run) -> str:
 
 def _told(row: Row) -> list[str]:
     """What a row says besides figures: why it failed, what it warns of, what to do, and why a figure is missing."""
-    missing = row.get("missing")
     found = [f"failed: {row['error']}"] if failed(row) else []
     found += [*warnings_of(row), *([str(row["advice"])] if row.get("advice") else [])]
-    found += [f"no {name}: {why}" for name, why in missing.items()] if isinstance(missing, dict) else []
-    return list(map(words.cut, found))
+    return list(map(words.cut, found + missing_figures(row)))
 
 
 def _subject(kind: str, schemes: list[str]) -> str:
