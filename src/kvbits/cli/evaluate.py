@@ -19,7 +19,6 @@ from kvbits.cli.common import (
     attempt,
     bars,
     check_model,
-    err,
     fail,
     going_on,
     load_model,
