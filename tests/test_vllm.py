@@ -216,6 +216,7 @@ def test_the_openai_server_answers_64_at_once(
         ({"attn_type": "encoder_decoder"}, "decoders are served"),
         ({"kv_cache_dtype": "fp8"}, "the scheme says how tokens are stored"),
         ({"kv_sharing_target_layer_name": "layer.0"}, "reads the cache of another"),
+        ({"head_size": 36}, "head_dim 36 is not a multiple of 8"),
         ({"sinks": torch.zeros(4)}, "unknown options of attention: sinks"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -229,9 +230,9 @@ def test_a_layer_that_would_be_served_wrongly_is_refused(
 
     monkeypatch.setenv("KVBITS_VLLM_SCHEME", "int4")
     with set_current_vllm_config(VllmConfig()):
-        PackedAttention(4, 64, 0.125, 2)
+        PackedAttention(num_heads=4, head_size=64, scale=0.125, num_kv_heads=2)
         with pytest.raises(NotImplementedError, match=why):
-            PackedAttention(4, 64, 0.125, 2, **changes)
+            PackedAttention(**{"num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2, **changes})
 
 
 def test_pages_of_other_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

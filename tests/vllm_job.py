@@ -1,4 +1,4 @@
-"""One run of vLLM, in a process of its own: ``python vllm_job.py JOB``, JSON in and JSON out as the last line.
+"""One run of vLLM, in a process of its own: ``python vllm_job.py JOB FILE``, JSON in and JSON out.
 
 ``save`` writes the small model as a folder that vLLM reads.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,15 @@ def run(scheme: str | None, model: str, rounds: list[list[list[int]]], tokens: i
         tokens of the prompt were there.
     """
     job = {"model": model, "rounds": rounds, "tokens": tokens, "options": options}
-    command = [sys.executable, __file__, json.dumps(job)]
-    done = subprocess.run(command, env=environment(scheme), capture_output=True, text=True, timeout=500, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-3000:] + done.stderr[-6000:])
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        command = [sys.executable, __file__, json.dumps(job), str(found)]
+        done = subprocess.run(
+            command, env=environment(scheme), capture_output=True, text=True, timeout=500, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(done.stdout[-6000:] + done.stderr[-6000:])
+        result: dict[str, Any] = json.loads(found.read_text())
     return result
 
 
@@ -71,4 +76,4 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(json.loads(sys.argv[1]))), flush=True)
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(sys.argv[1]))))

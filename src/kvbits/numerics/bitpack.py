@@ -85,15 +85,15 @@ def put(packed: torch.Tensor, page: torch.Tensor, token: torch.Tensor, codes: to
         bits: of a code.
     """
     tokens, first, low = packed.shape[-2] * 8 // bits, 0, 0
+    apart = len(page) == 1 or len(page.unique()) == len(page)
     for width in _PLANES[bits]:
-        rows = tokens * width // 8
-        plane = codes if bits == width else (codes >> low) & (2**width - 1)
+        rows, mask = tokens * width // 8, 2**width - 1
+        position = token // rows
         # Tokens of one slice share no byte, so that none is lost where all of them are written at once.
-        for position in range(8 // width):
-            chosen = (token // rows == position).nonzero().flatten()
-            if chosen.numel() == 0:
-                continue
-            where, row, shift = page[chosen], first + token[chosen] % rows, position * width
-            kept = packed[where, :, row] & (0xFF & ~((2**width - 1) << shift))
-            packed[where, :, row] = kept | (plane[chosen] << shift)
+        slices = [slice(None)] if apart else [(position == place).nonzero().flatten() for place in range(8 // width)]
+        for some in slices:
+            at = page[some], slice(None), first + token[some] % rows
+            shift = (position[some] * width).to(torch.uint8)[:, None, None]
+            code = ((codes[some] >> low) & mask) << shift
+            packed[at] = packed[at] & ~(mask << shift) | code
         first, low = first + rows, low + width

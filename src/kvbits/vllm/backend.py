@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
+from kvbits.attend import native
 from kvbits.scheme import BLOCKS
 from kvbits.vllm.pages import Batch, Pages, paged_scheme
 from kvbits.vllm.plugin import SCHEME
@@ -155,7 +156,6 @@ class PackedAttention(AttentionImpl[Step]):
         kv_sharing_target_layer_name: str | None = None,
         **others: Any,
     ) -> None:
-        config = get_current_vllm_config()
         reasons = {
             f"--kv-cache-dtype is {kv_cache_dtype}, but the scheme says how tokens are stored": kv_cache_dtype
             != "auto",
@@ -164,11 +164,12 @@ class PackedAttention(AttentionImpl[Step]):
             "ALiBi, which kernels do not add to scores": alibi_slopes is not None,
             "the layer reads the cache of another": kv_sharing_target_layer_name is not None,
             f"unknown options of attention: {', '.join(sorted(others))}": any(x is not None for x in others.values()),
-            "layers that are not attention share its pages": _is_hybrid(config),
-            "pages go to other engines, which may not know how to read them": config.kv_transfer_config is not None,
+            f"head_dim {head_size} is not a multiple of 8 up to 512": head_size % 8 != 0 or head_size > 512,
+            **_reasons_of(get_current_vllm_config()),
         }
         if found := [reason for reason, holds in reasons.items() if holds]:
             raise _refusal("; ".join(found))
+        native.warn_if_missing()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
@@ -227,5 +228,13 @@ def _pool(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache.view(*kv_cache.shape[:2], -1)
 
 
-def _is_hybrid(config: VllmConfig) -> bool:
-    return config.model_config is not None and bool(config.model_config.is_hybrid)
+def _reasons_of(config: VllmConfig) -> dict[str, bool]:
+    """Reasons against an engine, and whether they hold."""
+    model, parallel = config.model_config, config.parallel_config
+    shards = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+    return {
+        "layers that are not attention share its pages": model is not None and bool(model.is_hybrid),
+        "parts of the prompt see what comes after them": model is not None and bool(model.is_mm_prefix_lm),
+        "a context is spread over several ranks": shards > 1,
+        "pages go to other engines, which may not know how to read them": config.kv_transfer_config is not None,
+    }

@@ -147,6 +147,7 @@ class Pages:
         self.record = Record.of(scheme.key, scheme.value, block, key_channels, value_channels, dtype)
         assert self.record.nbytes % block == 0, "parts are whole numbers of bytes per token, aligned to 64"
         self.params: Params = {}
+        self._alike = scheme.key == scheme.value and key_channels == value_channels
         rotation = [hadamard.rotation(channels) for channels in (key_channels, value_channels)]
         self.transforms = tuple(
             Transform(rotation=matrix) if codec.rotates else Transform()
@@ -172,9 +173,13 @@ class Pages:
         Raises:
             Unsound: if elements are NaN, infinite or above what a codec takes.
         """
-        sides = ((self.scheme.key, self.record.keys, keys), (self.scheme.value, self.record.values, values))
-        packed = [encode_tokens(codec, x, self.params) for codec, _, x in sides]  # all of it before any is stored
         page, token = places // self.block, places % self.block
+        if self._alike and keys.shape == values.shape:  # then a record is two records of one side, of twice the heads
+            sides = [(self.scheme.key, self.record.keys, torch.stack([keys, values], dim=2).flatten(1, 2))]
+            pool = pool.view(pool.shape[0], -1, pool.shape[2] // 2)
+        else:
+            sides = [(self.scheme.key, self.record.keys, keys), (self.scheme.value, self.record.values, values)]
+        packed = [encode_tokens(codec, x, self.params) for codec, _, x in sides]  # all of it before any is stored
         pool[page[token == 0]] = 0
         for (codec, slots, _), parts in zip(sides, packed, strict=True):
             for slot in slots:
