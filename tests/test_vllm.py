@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 BLOCK = 32
 CHUNK = 96
 TOKENS = 24
-CLOSE = 0.02
-"""Two logits that lie no further apart may change places between two implementations of one model."""
+NOISE = 1e-4
+"""What the native kernel's sums are off by, at most a few times (docs/kernels.md), and so the next layer's keys."""
+
+COPIES = 8
+"""Of each prompt, through Transformers: the first as it is, the others with noise. An element that lies between two
+codes gets another one for the least reason, and few bits make much of that; a token counts where all copies agree."""
 
 
 @pytest.fixture(scope="session")
@@ -69,42 +73,49 @@ def stored(codec: Codec, x: torch.Tensor) -> torch.Tensor:
 
 
 def cache_of(scheme: Scheme) -> Cache:
-    """Exact new tokens, and before them what is stored: what pages hold, without pages."""
+    """Exact new tokens, and before them what is stored: what pages hold, without pages. Rows in turn are COPIES."""
 
     class Layer(DynamicLayer):
         def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             seen = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-            self.keys = torch.cat([self.keys, stored(scheme.key, key_states)], dim=2)
-            self.values = torch.cat([self.values, stored(scheme.value, value_states)], dim=2)
+            self.keys = torch.cat([self.keys, stored(scheme.key, noisy(key_states))], dim=2)
+            self.values = torch.cat([self.values, stored(scheme.value, noisy(value_states))], dim=2)
             return seen
 
     return Cache(layer_class_to_replicate=Layer)
 
 
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    noise = NOISE * torch.randn_like(x)
+    noise[::COPIES] = 0
+    return x * (1 + noise)
+
+
 @torch.no_grad()
-def greedy(model: PreTrainedModel, prompts: list[list[int]], cache: Cache, chunk: int = 10_000) -> list[list[tuple]]:
-    """Tokens of prompts of one length, of which the cache may hold a part, each with how far the second best is."""
-    ids = torch.tensor(prompts)
-    found: list[list[tuple]] = [[] for _ in prompts]
+def greedy(
+    model: PreTrainedModel, prompts: list[list[int]], cache: Cache, chunk: int = 10_000
+) -> list[tuple[list[int], int]]:
+    """Tokens after prompts of one length, of which the cache may hold a part, and how many of them are certain."""
+    torch.manual_seed(0)
+    ids = torch.tensor(prompts).repeat_interleave(COPIES, 0)
+    steps = []
     for new in ids[:, cache.get_seq_length() :].split(chunk, dim=1):
-        logits = model(new, past_key_values=cache).logits[:, -1]
+        logits = model(new, past_key_values=cache, logits_to_keep=1).logits[:, -1]
     for _ in range(TOKENS):
-        best = logits.topk(2, dim=-1)
-        for row, (values, tokens) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
-            found[row].append((tokens[0], values[0] - values[1]))
-        logits = model(best.indices[:, :1], past_key_values=cache).logits[:, -1]
-    return found
+        steps.append(logits.argmax(-1))
+        logits = model(steps[-1][:, None], past_key_values=cache).logits[:, -1]
+    tokens = torch.stack(steps, dim=1).unflatten(0, (-1, COPIES))  # [prompts, COPIES, TOKENS]
+    agreed = (tokens == tokens[:, :1]).all(dim=1).int().cumprod(-1).sum(-1)
+    return list(zip(tokens[:, 0].tolist(), agreed.tolist(), strict=True))
 
 
-def apart(tokens: list[int], expected: list[tuple]) -> bool:
-    """Whether they part; fails unless the reference itself was undecided there."""
-    for place, (token, (wanted, margin)) in enumerate(zip(tokens, expected, strict=True)):
-        if token != wanted:
-            assert margin < CLOSE, f"token {place} is {token}, not {wanted}, which is {margin:.3f} ahead"
-            return True
-    return False
+def certain(tokens: list[int], expected: tuple[list[int], int]) -> int:
+    """How many tokens were certain; fails unless these are as expected."""
+    wanted, count = expected
+    assert tokens[:count] == wanted[:count]
+    return count
 
 
 # -- offline -----------------------------------------------------------------------------------------------------------
@@ -122,26 +133,26 @@ def test_greedy_tokens_are_those_of_transformers(
     scheme = paged_scheme(name)
 
     cache = cache_of(scheme)
-    parted = [apart(first[0]["tokens"], greedy(model, [long], cache, CHUNK)[0])]
+    counts = [certain(first[0]["tokens"], greedy(model, [long], cache, CHUNK)[0])]
     kept = (len(long) - 1) // BLOCK * BLOCK
     assert (first[0]["cached"], again[0]["cached"]) == (0, kept)
-    cache.crop(kept)
-    parted.append(apart(again[0]["tokens"], greedy(model, [long], cache)[0]))
+    cache.crop(kept - cache.get_seq_length())
+    counts.append(certain(again[0]["tokens"], greedy(model, [long], cache)[0]))
     for prompt, one in zip(short, others, strict=True):
-        parted.append(apart(one["tokens"], greedy(model, [prompt], cache_of(scheme))[0]))
-    assert sum(parted) <= 1
+        counts.append(certain(one["tokens"], greedy(model, [prompt], cache_of(scheme))[0]))
+    assert sum(counts) >= TOKENS * len(counts) / 2  # else this would show little
 
 
 def test_64_requests_at_once_give_what_each_gives_alone(folder: str, model: PreTrainedModel, text: list[int]) -> None:
     lengths = (17, 32, 45, 70)
     prompts = [text[60 * i :][: lengths[i % 4]] for i in range(64)]
     done = vllm_job.run("int4", folder, [prompts], TOKENS, block_size=BLOCK, max_num_batched_tokens=4096)
-    scheme, parted = paged_scheme("int4"), 0
+    scheme, count = paged_scheme("int4"), 0
     for which, _ in enumerate(lengths):
         expected = greedy(model, prompts[which::4], cache_of(scheme))
         for one, wanted in zip(done["rounds"][0][which::4], expected, strict=True):
-            parted += apart(one["tokens"], wanted)
-    assert parted <= 3
+            count += certain(one["tokens"], wanted)
+    assert count >= TOKENS * len(prompts) / 2
 
 
 def test_the_cache_holds_more_by_the_ratio_of_bytes(folder: str, text: list[int]) -> None:
@@ -170,7 +181,7 @@ def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     with log.open("w") as out:
         running = subprocess.Popen(command, env=vllm_job.environment("int4"), stdout=out, stderr=subprocess.STDOUT)
         try:
-            for _ in range(180):
+            for _ in range(400):  # a minute, where nothing else runs
                 assert running.poll() is None, log.read_text()[-6000:]
                 try:
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
@@ -180,7 +191,10 @@ def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
             yield f"http://127.0.0.1:{port}"
         finally:
             running.terminate()
-            running.wait(60)
+            try:
+                running.wait(60)
+            except subprocess.TimeoutExpired:
+                running.kill()
 
 
 def complete(address: str, folder: str, prompt: list[int]) -> dict[str, Any]:
@@ -200,8 +214,8 @@ def test_the_openai_server_answers_64_at_once(
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(lambda prompt: complete(server, folder, prompt), prompts))
     expected = greedy(model, prompts, cache_of(paged_scheme("int4")))
-    parted = [apart(one["choices"][0]["token_ids"], wanted) for one, wanted in zip(answers, expected, strict=True)]
-    assert sum(parted) <= 3
+    found = [one["choices"][0]["token_ids"] for one in answers]
+    assert sum(map(certain, found, expected)) >= TOKENS * len(prompts) / 2
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
