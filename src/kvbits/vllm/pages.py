@@ -179,11 +179,11 @@ class Pages:
             pool = pool.view(pool.shape[0], -1, pool.shape[2] // 2)
         else:
             sides = [(self.scheme.key, self.record.keys, keys), (self.scheme.value, self.record.values, values)]
-        packed = [encode_tokens(codec, x, self.params) for codec, _, x in sides]  # all of it before any is stored
+        packed = [_encode_tokens(codec, x, self.params) for codec, _, x in sides]  # all of it before any is stored
         pool[page[token == 0]] = 0
         for (codec, slots, _), parts in zip(sides, packed, strict=True):
             for slot in slots:
-                put(pool, slot, codec.format.bits, page, token, parts[slot.part.name])
+                _put(pool, slot, codec.format.bits, page, token, parts[slot.part.name])
 
     def attend(
         self,
@@ -218,7 +218,7 @@ class Pages:
         return attend(Call(query, view, scaling, softcap=softcap))
 
 
-def encode_tokens(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
+def _encode_tokens(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
     """Parts of tokens ``x [T, H, D]``, each by itself: ``[T, H, n]``, codes unpacked (uint8, or the exact elements)."""
     tokens = x.shape[0]
     if codec.rotates:
@@ -231,7 +231,9 @@ def encode_tokens(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
     return {name: part.transpose(1, 2).flatten(0, 1)[:tokens] for name, part in parts.items()}
 
 
-def put(pool: torch.Tensor, slot: Slot, bits: int, page: torch.Tensor, token: torch.Tensor, part: torch.Tensor) -> None:
+def _put(
+    pool: torch.Tensor, slot: Slot, bits: int, page: torch.Tensor, token: torch.Tensor, part: torch.Tensor
+) -> None:
     """Write one part of tokens, ``[T, H, n]``, into the records of their pages, where ``slot`` says."""
     lines = pool[..., slot.offset : slot.offset + slot.part.nbytes].unflatten(-1, (slot.part.shape[0], -1))
     if slot.part.role == "codes" and bits:
