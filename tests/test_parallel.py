@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 import ranks
 from kvbits.attend import KERNELS, Call
@@ -96,21 +99,28 @@ def test_a_kernel_returns_the_log_of_its_sums(scheme: str, queries: int, kernel:
 # -- real processes ----------------------------------------------------------------------------------------------------
 
 
-def found_by(world: int, folder: Any, *scenes: str) -> list[dict[str, Any]]:
-    ended = ranks.run(world, *scenes, SCENE_FOLDER=str(folder))
-    assert [one.code for one in ended] == [0] * world, "\n".join(one.error[-3000:] for one in ended)
-    return [one.found for one in ended]
+def found_by(world: int, factory: pytest.TempPathFactory, *scenes: str) -> list[dict[str, Any]]:
+    """What each rank found. Workers that run tests side by side run the scenes once, and share what came out."""
+    base = factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    file = folder / f"found-by-{world}.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            ended = ranks.run(world, *scenes, SCENE_FOLDER=str(factory.mktemp(f"ranks-{world}")))
+            assert [one.code for one in ended] == [0] * world, "\n".join(one.error[-3000:] for one in ended)
+            file.write_text(json.dumps([one.found for one in ended]))
+    found: list[dict[str, Any]] = json.loads(file.read_text())
+    return found
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    scenes = ("generation", "sliced", "features", "refusals", "tensor")
-    return found_by(2, tmp_path_factory.mktemp("two"), *scenes)
+    return found_by(2, tmp_path_factory, "generation", "sliced", "features", "refusals", "tensor")
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return found_by(4, tmp_path_factory.mktemp("four"), "generation", "sliced", "tensor", "both")
+    return found_by(4, tmp_path_factory, "generation", "sliced", "tensor", "both")
 
 
 @pytest.fixture(params=[2, 4])
