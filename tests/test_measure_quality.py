@@ -351,6 +351,7 @@ def test_a_scheme_that_fails_is_a_row_and_the_next_is_measured(
 def test_a_peer_without_its_library_is_a_row(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.cache_utils.is_hqq_available", lambda: False)
     assert "pip install hqq" in measure(llama, "hf:hqq4")["hf:hqq4", "chunked"]["error"]
+    monkeypatch.delitem(sys.modules, "optimum.quanto", raising=False)  # another test may have loaded it
     monkeypatch.setitem(sys.modules, "optimum", None)
     assert caches.installed("hf:fp8") and caches.installed("int4") and not caches.installed("hf:quanto4")
     assert quality.default_schemes()[-1] != "hf:quanto4"
