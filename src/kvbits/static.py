@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbits.attend.triton_decode import outliers_in, why_not_format
+from kvbits.attend.triton_shape import outliers_in, why_not_format
 from kvbits.cache import LayerCache
 from kvbits.codecs import Codec
 from kvbits.encode import Unsound, encode
