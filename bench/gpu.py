@@ -336,7 +336,7 @@ def encode_row(clock: Clock, name: str, bandwidth: float, small: bool) -> dict[s
     same = all(torch.equal(right[part], got[part]) for part in right)
     if not same:
         raise RuntimeError(f"{codec}: the Triton encoder's bits differ from the codec's")
-    seconds = clock.seconds([lambda: fast_encode.launch(codec, x)] * 3)
+    seconds = clock.seconds([lambda: fast_encode.launch(codec, x, {})] * 3)
     return {
         "codec": str(codec),
         "tokens": shape[2] * shape[3],
