@@ -213,6 +213,8 @@ def shape_for(
     """Choose tiles for ``rows`` query rows of a KV head."""
     slices = max(_slots(key.bits), _slots(value.bits))
     length = record.tokens // slices
+    if turn == TURNED_MEAN:  # its shares, turned to each block, take the registers of half a tile
+        tuning = replace(tuning, rows=min(32, tuning.rows), registers=None)
     blocks = max(1, tuning.rows // length)
     # float32 is too fine for sums of codes with an offset; static zeros meet the weights once, at the end.
     static = value.per == "channel" and not value.group

@@ -106,13 +106,13 @@ def down(x, J: tl.constexpr, SIDE: tl.constexpr):
 def dot_levels(
     acc, units, table, right, J: tl.constexpr, PARITY: tl.constexpr, SIDE: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """``acc + levels @ right`` of slice ``J``, with float32 ``right`` in PARTS bfloat16 parts."""
+    """``acc + levels @ right`` of slice ``J``, with float32 ``right`` in PARTS bfloat16 parts, the smallest first."""
     low, high, shift = units
-    for of_level in tl.static_range(PARTS if SIDE.levels == TABLE else 1):
+    for of_level in tl.static_range(PARTS - 1 if SIDE.levels == TABLE else 0, -1, -1):
         level = levels(
             low, high, shift, table, of_level, SIDE.bits, SIDE.levels, J // SIDE.sub, PARITY, SIDE.fields, SIDE.exact
         )
-        for of_right in tl.static_range(PARTS):
+        for of_right in tl.static_range(PARTS - 1, -1, -1):
             if of_level + of_right < PARTS:  # the rest is below float32
                 acc = dot(level, bf16_part(right, of_right), acc)
     return acc

@@ -72,9 +72,9 @@ def rounded(x, PARTS: tl.constexpr):
 
 @triton.jit
 def dot_parts(left, right, acc, PARTS: tl.constexpr):
-    """``acc + left @ right`` of float32 operands in PARTS bfloat16 parts each."""
-    for of_left in tl.static_range(PARTS):
-        for of_right in tl.static_range(PARTS):
+    """``acc + left @ right`` of float32 operands in PARTS bfloat16 parts each, the smallest first."""
+    for of_left in tl.static_range(PARTS - 1, -1, -1):
+        for of_right in tl.static_range(PARTS - 1, -1, -1):
             if of_left + of_right < PARTS:
                 acc = dot(bf16_part(left, of_left), bf16_part(right, of_right), acc)
     return acc

@@ -139,10 +139,10 @@ def mean_scores(angles, turned, J: tl.constexpr, TURN: tl.constexpr, TILE: tl.co
     where = token[:, None] * TURN.padded + pair[None, :]
     s = tl.full([TILE.slice, TILE.blocks * TILE.queries], 0.0, tl.float32)
     parts: tl.constexpr = TILE.parts
-    for of_step in tl.static_range(parts):
+    for of_step in tl.static_range(parts - 1, -1, -1):
         cos = tl.load(step_cos + of_step * TILE.tokens * TURN.padded + where)
         sin = tl.load(step_sin + of_step * TILE.tokens * TURN.padded + where)
-        for of_share in tl.static_range(parts):
+        for of_share in tl.static_range(parts - 1, -1, -1):
             if of_step + of_share < parts:
                 s = dot(cos, bf16_part(with_cos, of_share), s)
                 s = dot(sin, bf16_part(with_sin, of_share), s)
