@@ -54,7 +54,7 @@ help:
 	@echo "make parity   compare with other implementations"
 	@echo "make lowest   run some tests on the oldest supported transformers"
 	@echo "make native   run random calls of the C++ kernels under sanitizers for a minute"
-	@echo "make triton   run the tests of the Triton kernels in Triton's interpreter (six minutes)"
+	@echo "make triton   run the tests of the Triton kernels in Triton's interpreter (four minutes)"
 	@echo "make vllm     set up vLLM beside the rest and run it on packed pages (Python 3.11 and later; ten minutes)"
 	@echo "make setup    only set up $(VENV), for tests and linters"
 	@echo "make clean    remove the environments and all caches"
@@ -96,7 +96,7 @@ native: $(VENV)/.stamp-dev
 # Triton's interpreter does not run on the newest NumPy; neither is pinned, since only these tests need them.
 triton: $(VENV)/.stamp-dev
 	@$(PY) -m pip install --quiet $(PIP_FLAGS) 'triton>=3.5,<4' 'numpy<2.4'
-	$(PY) -m pytest $(PYTEST_FLAGS) tests/test_triton.py tests/test_triton_encode.py tests/test_triton_ptx.py tests/test_static.py
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS) tests/test_triton*.py tests/test_static.py
 
 vllm: export HF_HUB_OFFLINE = 1
 vllm: $(VENV_VLLM)/.stamp

@@ -36,12 +36,13 @@ from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
 from kvbits.encode import triton as fast_encode
 from kvbits.measure.setting import SEED
+from kvbits.rotary import Rotary
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.store import Blocks, Record
 
 os.environ[triton_decode.OPT_IN] = "1"
-SCHEMES = ("int4", "kivi4", "int2", "kivi2", "fp8", "int8", "int3", "nf4")
+SCHEMES = ("default", "small", "int4", "kivi4", "int2", "kivi2", "fp8", "int8", "int3", "nf4")
 CHECKED = (
     *SCHEMES, "fp8-static", "nf3", "nf2", "int4-channel", "int8-channel", "int3-channel", "nf4-channel",
     "k=int8,v=int4", "k=int4-channel,v=fp8", "k=int2-channel,v=int3",
@@ -153,7 +154,8 @@ def packed_view(scheme: Scheme, model: Model, context: int, batch: int, device: 
     count = max(1, (context - exact) // scheme.block)
     different = min(count, 32)
     shape = (1, model.heads, different * scheme.block + exact, model.channels)
-    cache = LayerCache(scheme)
+    rotary = Rotary(10_000.0 ** -(torch.arange(0, model.channels, 2) / model.channels))
+    cache = LayerCache(scheme, rotary=rotary)
     keys, values = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
     cache.append(keys, values)
     view = cache.view()
@@ -165,14 +167,19 @@ def packed_view(scheme: Scheme, model: Model, context: int, batch: int, device: 
         (count,) * batch,
         in_order=True,
     )
-    columns = count * scheme.block + view.held[0]
+    rows = Rows(batch, count * scheme.block + view.held[0])
+    transform = view.key_transform
+    if cache.rotary is not None:
+        rope = rotary.rope(rows, scheme.sinks, scheme.block, count, device)
+        transform = dataclasses.replace(transform, rope=rope)
     return dataclasses.replace(
         view,
         keys=view.keys.expand(batch, -1, -1, -1).contiguous(),
         values=view.values.expand(batch, -1, -1, -1).contiguous(),
         held=view.held * batch,
         blocks=blocks,
-        rows=Rows(batch, columns),
+        rows=rows,
+        key_transform=transform,
     )
 
 
@@ -336,7 +343,7 @@ def encode_row(clock: Clock, name: str, bandwidth: float, small: bool) -> dict[s
     same = all(torch.equal(right[part], got[part]) for part in right)
     if not same:
         raise RuntimeError(f"{codec}: the Triton encoder's bits differ from the codec's")
-    seconds = clock.seconds([lambda: fast_encode.launch(codec, x)] * 3)
+    seconds = clock.seconds([lambda: fast_encode.launch(codec, x, {})] * 3)
     return {
         "codec": str(codec),
         "tokens": shape[2] * shape[3],
@@ -487,7 +494,8 @@ def main() -> None:
     found["errors"] = [check(name, device, options.dry) for name in checked]
     print("\n".join(str(row) for row in found["errors"]), flush=True)
     prefill = (Model("tiny", 1, 2, 32), 400, 3) if options.dry else (LLAMA3, 32_768, 512)
-    found["encode"] = [encode_row(clock, name, bandwidth, options.dry) for name in ("int4", "kivi4", "nf4", "fp8")]
+    encoded = ("int4", "kivi4", "nf4", "lm4", "fp8")
+    found["encode"] = [encode_row(clock, name, bandwidth, options.dry) for name in encoded]
     found["prefill"] = [prefill_row(clock, name, *prefill) for name in ("int4", "kivi4")]
     for row in found["encode"] + found["prefill"]:
         print(row, flush=True)

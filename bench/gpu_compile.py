@@ -19,57 +19,106 @@ from typing import Any
 import torch
 import triton
 from common import write
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 
 from kvbits.attend import triton_decode, triton_kernel
+from kvbits.attend.triton_shape import TURNED_KEYS, TURNED_MEAN, Shape, Turn, power_of_two, shape_for
 from kvbits.attend.triton_tuning import tuning_for
 from kvbits.scheme import Scheme
 from kvbits.store import Record
 
-SCHEMES = "int8,fp8,fp8-static,int4,kivi4,nf4,int3,int2,kivi2"
+SCHEMES = "int8,fp8,fp8-static,int4,kivi4,nf4,int3,int2,kivi2,default,small"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PEAK = {"name": "H200", "multiprocessors": 132, "clock_ghz": 1.98, "copy_tb_s": 4.3, "schedulers": 4}
 """What the paper roofline is drawn for: clock and copy bandwidth as such a card was once seen to have them."""
 
 POINTERS = {
     **dict.fromkeys(("query", "exact_query", "keys", "values", "scales", "key_table", "value_table"), "*bf16"),
-    **dict.fromkeys(("query_bias", "key_scale", "key_zero", "value_scale", "value_zero"), "*fp32"),
-    **dict.fromkeys(("cos", "sin", "key_mean", "out", "tops", "weights"), "*fp32"),
+    **dict.fromkeys(("key_scale", "key_zero", "value_scale", "value_zero", "key_mean"), "*fp32"),
+    **dict.fromkeys(("base_cos", "base_sin", "out", "tops", "weights"), "*fp32"),
+    **dict.fromkeys(("step_cos", "step_sin"), "*bf16"),
     **{"pool": "*i16", "words": "*i32", "zeros": "*fp16", "table": "*i64", "counts": "*i32", "held": "*i32"},
     **{"column_of": "*i64", "mask": "*u8"},
 }
 ALIGNED = {*POINTERS, "q_b", "q_h", "e_b", "e_h", "k_b", "k_h", "k_t", "v_b", "v_h", "v_t"}
 
 
-def compiled(scheme: Scheme, channels: int, groups: int, capability: int) -> tuple[Any, Any, Record]:
-    """The kernel of one decode step, its tiles, and the record it reads."""
+def source_of(
+    scheme: Scheme, channels: int, groups: int, capability: int, dtype: torch.dtype = torch.bfloat16, **changed: Any
+) -> tuple[ASTSource, Shape, Record]:
+    """The kernel of one decode step, its tiles, and the record it reads; ``changed`` are other flags."""
     key, value = scheme.key.format, scheme.value.format
-    record = Record.of(scheme.key, scheme.value, scheme.block, channels, channels, torch.bfloat16)
+    record = Record.of(scheme.key, scheme.value, scheme.block, channels, channels, dtype)
     tuning = tuning_for(f"sm_{capability}", max(key.bits, value.bits), "channel" in (key.per, value.per))
-    shape = triton_decode._shape(record, key, value, channels, channels, groups, tuning)
+    turn = Turn()
+    if scheme.pre_rope or scheme.centred:
+        what = TURNED_KEYS if scheme.pre_rope else TURNED_MEAN
+        turn = Turn(what, scheme.centred, channels // 2, power_of_two(channels // 2))
+    shape = shape_for(record, key, value, channels, channels, groups, triton_decode.PARTS[dtype], tuning, turn.what)
     constants = {
-        **shape.key.constants("K"),
-        **shape.value.constants("V"),
-        **{"GROUP_ROWS": groups, "SINGLE": True, "NR": shape.query_rows, "BLOCK": scheme.block, "NS": shape.slices},
-        **{"K_CHANNELS": channels, "K_PADDED": channels, "V_CHANNELS": channels, "V_PADDED": channels},
-        **{"BPI": shape.blocks, "RECORD": record.nbytes // 2, "PARTS": 1, "IN_ORDER": True, "PLAIN": True, "MASK": 0},
-        **dict.fromkeys(("RAGGED", "PADDED", "WINDOW", "SOFTCAP", "BIAS"), False),
-        **{"ROPE": 0, "HALF": 0, "MEAN": False, "EXACT_TILE": 32},
+        **{"KEY": shape.key, "VALUE": shape.value, "TILE": shape.tile, "TURN": turn},
+        **{"GROUP_ROWS": groups, "SINGLE": True, "IN_ORDER": True, "PLAIN": True, "MASK": 0, "EXACT_TILE": 32},
+        **dict.fromkeys(("RAGGED", "PADDED", "WINDOW", "SOFTCAP"), False),
+        **changed,
     }
     names = triton_kernel.attend_split.arg_names
     kinds = {"scaling": "fp32", "softcap": "fp32", **POINTERS, **dict.fromkeys(constants, "constexpr")}
+    exact = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    kinds.update(dict.fromkeys(("query", "exact_query", "keys", "values"), exact))
+    if scheme.key.rotates:
+        kinds["query"] = "*fp32"
+    if turn.what == TURNED_KEYS:
+        kinds["step_cos"] = kinds["step_sin"] = "*fp32"
     source = ASTSource(
         fn=triton_kernel.attend_split,
         signature={name: kinds.get(name, "i32") for name in names},
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED},
     )
+    return source, shape, record
+
+
+def compiled(scheme: Scheme, channels: int, groups: int, capability: int) -> tuple[Any, Shape, Record]:
+    """The compiled kernel of one decode step in bfloat16, its tiles, and the record it reads."""
+    source, shape, record = source_of(scheme, channels, groups, capability)
     tuning = shape.tuning
     options: dict[str, Any] = {"num_warps": tuning.warps, "num_stages": tuning.stages}
     if tuning.registers:
         options["maxnreg"] = tuning.registers
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), shape, record
+
+
+VARIANTS: tuple[tuple[str, int, torch.dtype, dict[str, Any]], ...] = (
+    ("int4", 128, torch.bfloat16, {}),
+    ("default", 128, torch.bfloat16, {}),
+    ("small", 80, torch.float32, {"SOFTCAP": True, "RAGGED": True}),
+    ("lm3,centred", 96, torch.float16, {"MASK": 2, "PADDED": True, "PLAIN": False, "SINGLE": False}),
+    ("kivi2", 112, torch.float32, {"MASK": 1, "WINDOW": True, "PLAIN": False, "IN_ORDER": False}),
+    ("int3-channel-1%,centred", 64, torch.bfloat16, {}),
+    ("fp8-static,centred", 64, torch.float16, {}),
+    ("nuq4-1%", 64, torch.float32, {}),
+    ("kivi4,pre-rope,centred", 64, torch.bfloat16, {}),
+    ("int8-static", 64, torch.bfloat16, {}),
+)
+"""Scheme, head_dim, dtype and flags: together every branch of the kernel."""
+
+
+def check_variants() -> None:
+    """What the interpreter lets pass and the compiler does not, found before anything is optimised."""
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    for name, channels, dtype, changed in VARIANTS:
+        source, _, _ = source_of(Scheme.parse(name), channels, 4, 90, dtype, **changed)
+        source.make_ir(target, *made)
+        print(f"{name}: lowers", flush=True)
 
 
 def machine_code(cubin: bytes) -> tuple[int, int, list[str]]:
@@ -100,8 +149,8 @@ def row_for(name: str, channels: int, groups: int, capability: int) -> dict[str,
     kernel, shape, record = compiled(scheme, channels, groups, capability)
     registers, stack, loop = machine_code(kernel.asm["cubin"])
     warps = shape.tuning.warps
-    per_block = len(loop) * warps / shape.blocks
-    operations = 4 * scheme.block * channels * shape.query_rows  # both products, for the padded query rows
+    per_block = len(loop) * warps / shape.tile.blocks
+    operations = 4 * scheme.block * channels * shape.tile.queries  # both products, for the padded query rows
     bytes_a_clock = record.nbytes / (per_block / PEAK["schedulers"])
     needed = PEAK["copy_tb_s"] * 1e3 / PEAK["multiprocessors"] / PEAK["clock_ghz"]
     return {
@@ -116,6 +165,7 @@ def row_for(name: str, channels: int, groups: int, capability: int) -> dict[str,
         "matrix_instructions_in_loop": sum(op.startswith(("HGMMA", "HMMA")) for op in loop),
         "warp_instructions_a_block": per_block,
         "bytes_a_block": record.nbytes,
+        "tokens_a_block": scheme.block,
         "matrix_operations_a_block": operations,
         "operations_a_byte": operations / record.nbytes,
         "paper_share_of_copy_bandwidth": min(1.0, bytes_a_clock / needed),
@@ -129,7 +179,11 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=128)
     parser.add_argument("--groups", type=int, default=4, help="query heads of a KV head")
     parser.add_argument("--out", default="gpu_compile")
+    parser.add_argument("--check", action="store_true", help="only lower one variant of each kind: seconds, no figures")
     options = parser.parse_args()
+    if options.check:
+        check_variants()
+        return
     rows = []
     for capability in map(int, options.capabilities.split(",")):
         for name in options.schemes.split(","):

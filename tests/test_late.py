@@ -19,7 +19,7 @@ import kvbits
 import stored
 import zoo
 from kvbits import static
-from kvbits.attend import Call, KVView, native, reference, triton_decode
+from kvbits.attend import Call, KVView, native, reference
 from kvbits.attend import view as view_module
 from kvbits.attend.view import STORED_ORDER
 from kvbits.cache import LayerCache
@@ -688,22 +688,6 @@ def test_kernels_are_right(name: str, scheme: str, padded: bool, dtype: torch.dt
         right = right_attention(dataclasses.replace(call, view=wide))
         tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
         torch.testing.assert_close(kernel.run(call).double(), right, rtol=tolerance, atol=tolerance)
-
-
-def test_triton_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_decode, "why_no_triton", lambda device: [])
-    cache = LayerCache(Scheme.parse(f"int4,{OPTIONS}"))
-    cache.append(*tokens(1, 100, 0, share=0.0, channels=64))
-    query = torch.randn(1, 2, 1, 64)
-    assert "late sinks" not in triton_decode.why_not(Call(query, cache.view(), 1.0))
-    cache.append(*planted_later())
-    assert "late sinks" in triton_decode.why_not(Call(query, cache.view(), 1.0))
-
-
-def planted_later() -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = tokens(1, 100, 1, share=0.0, channels=64)
-    keys[:, :, 20] *= 0.01
-    return keys, values
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from kvbits.attend import Call, reference, triton_decode
 from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
+from kvbits.rotary import Rotary
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.static import StaticLayer, why_not
@@ -34,13 +35,14 @@ def tokens(count: int, seed: int, batch: int = 2) -> tuple[torch.Tensor, torch.T
 
 
 def prefilled(scheme: str, count: int) -> LayerCache:
-    cache = LayerCache(Scheme.parse(f"{scheme},{SMALL}"))
+    rotary = Rotary(10_000.0 ** -(torch.arange(16) / 16))
+    cache = LayerCache(Scheme.parse(f"{scheme},{SMALL}"), rotary=rotary)
     cache.append(*tokens(count, seed=1))
     return cache
 
 
 @needs_triton
-@pytest.mark.parametrize("scheme", ("kivi4", "int2", "fp8", "fp8-static", "k=nf4,v=int3"))
+@pytest.mark.parametrize("scheme", ("kivi4", "int2", "fp8", "fp8-static", "k=nf4,v=int3", "lm2,centred"))
 def test_steps_are_those_of_a_growing_cache(scheme: str) -> None:
     """Over two blocks' worth of steps: every bit that is stored, and what attention gives around each packing."""
     cache = prefilled(scheme, 80)
@@ -85,10 +87,10 @@ def test_the_operator_has_a_fake_and_a_schema() -> None:
     layer = StaticLayer.of(prefilled("int4", 80), capacity=100)
     layer.step(*tokens(1, seed=5))
     query = random(2, 4, 1, 32, seed=9).to(DEVICE)
-    inputs = (query, layer.keys, layer.values, layer.pool, layer.counts, layer.held, None, None)
+    inputs = (query, layer.keys, layer.values, layer.pool, layer.counts, layer.held, None, None, None, None, [])
     torch.library.opcheck(
         attend_static,
-        (*inputs, None, str(layer.scheme), 0.2, None),
+        (*inputs, None, str(layer.scheme), False, 0.2, None),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -18,6 +18,9 @@ SPELLINGS = (
     *(f"int{bits}{rest}" for bits in (8, 4, 3, 2) for rest in ("", "-gs16", "-channel", "-channel-gs16")),
     *(f"nf{bits}{rest}" for bits in (4, 3, 2) for rest in ("", "-channel")),
     "fp8",
+    "fp8-static",
+    *(f"lm{bits}" for bits in (4, 3, 2)),
+    "rot3-gs16",
 )
 
 
@@ -32,7 +35,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def assert_same_bits(spelling: str, x: torch.Tensor) -> None:
     codec, x = parse_codec(spelling), x.to(DEVICE)
     assert fast.why_not(codec, x) == []
-    right, got = codec.encode(x, {}), fast.run(codec, x, {})
+    params = codec.fit(x[:1].flatten(0, -3)[None]) if codec.learns else {}
+    right, got = codec.encode(x, params), fast.run(codec, x, params)
     assert got.keys() == right.keys()
     for name, part in right.items():
         assert got[name].dtype == part.dtype and got[name].shape == part.shape
@@ -48,14 +52,14 @@ def test_same_bits(spelling: str, channels: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("tokens", (64, 128, 256))
-@pytest.mark.parametrize("spelling", ("int4", "int3", "int2-channel", "fp8"))
+@pytest.mark.parametrize("spelling", ("int4", "int3", "int2-channel", "fp8", "lm2"))
 def test_other_blocks(spelling: str, tokens: int) -> None:
     assert_same_bits(spelling, random(1, tokens, 40))
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
-@pytest.mark.parametrize("spelling", ("int4", "int3-channel", "nf4", "fp8"))
+@pytest.mark.parametrize("spelling", ("int4", "int3-channel", "nf4", "fp8", "lm4"))
 def test_magnitudes_and_constants(spelling: str, dtype: torch.dtype) -> None:
     """Groups of one value, of zeros, one-signed and far from zero, tiny and large."""
     x = random(6, 32, 32, seed=3)
@@ -85,7 +89,7 @@ def test_no_blocks() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("spelling", ("int4", "int3-channel", "nf4", "fp8"))
+@pytest.mark.parametrize("spelling", ("int4", "int3-channel", "nf4", "fp8", "lm3"))
 def test_what_no_block_can_hold_is_counted_and_refused(spelling: str, dtype: torch.dtype) -> None:
     codec, x = parse_codec(spelling), random(2, 3, 32, 20, dtype=dtype).to(DEVICE)
     limit = min(LARGEST, torch.finfo(dtype).max)
@@ -102,8 +106,10 @@ def test_what_no_block_can_hold_is_counted_and_refused(spelling: str, dtype: tor
 @pytest.mark.parametrize(
     ("spelling", "shape", "dtype", "reason"),
     [
-        ("hqq4", (32, 16), torch.float32, "hqq4 (int, nf and fp8 run)"),
-        ("exact", (32, 16), torch.float32, "exact (int, nf and fp8 run)"),
+        ("hqq4", (32, 16), torch.float32, "hqq4 (int, rot, nf, lm and fp8 run)"),
+        ("exact", (32, 16), torch.float32, "exact (int, rot, nf, lm and fp8 run)"),
+        ("int4-1%", (32, 16), torch.float32, "int4-1% (without outliers or static scales it would run)"),
+        ("int4-static", (32, 16), torch.float32, "int4-static (without outliers or static scales it would run)"),
         ("int4", (24, 16), torch.float32, "blocks of 24 tokens (powers of two from 16 run)"),
         ("int4", (32, 520), torch.float32, "head_dim 520 (up to 512 run)"),
         ("int4", (32, 16), torch.float64, "torch.float64 (float32, bfloat16 or float16 run)"),

@@ -15,7 +15,7 @@ import torch
 import kvbits.attend
 from kvbits.numerics import float8
 
-SOURCE = (Path(kvbits.attend.__file__).parent / "triton_kernel.py").read_text(encoding="utf-8")
+SOURCE = (Path(kvbits.attend.__file__).parent / "triton_kernel" / "codes.py").read_text(encoding="utf-8")
 BLOCKS = re.findall(r'inline_asm_elementwise\(\s*f"""(.*?)"""', SOURCE, re.DOTALL)
 
 UNITS = torch.arange(2**16)

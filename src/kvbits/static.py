@@ -16,9 +16,11 @@ For a row-wise equal batch, without padding: what :func:`why_not` says no to sta
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from kvbits.attend.triton_decode import outliers_in, why_not_format
+from kvbits.attend.triton_shape import outliers_in, why_not_format
 from kvbits.cache import LayerCache
 from kvbits.codecs import Codec
 from kvbits.encode import Unsound, encode
@@ -60,13 +62,13 @@ def why_not(cache: LayerCache) -> list[str]:
     ):
         if cache.scheme.packs:
             reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3], outliers_in(slots))]
-        # What a codec learns is part of the captured step, so it must be known before.
+        # What a layer learns is part of the captured step, so it must be known before.
         if not fitted and codec.learns:
             reasons.append(f"{side}: {codec} has seen no block to take its static scale from")
-        if set(params) - {"scale"}:
+        if side == "keys" and cache.scheme.centred and transform.mean is None:
+            reasons.append("keys: no block has been packed to take their mean from")
+        if set(params) - {"scale", "mean", "balance"}:
             reasons.append(f"{side}: {codec} has learned more than a scale")
-        if transform.mean is not None or transform.rotation is not None or transform.rope is not None:
-            reasons.append(f"{side}: stored transformed")
     return reasons
 
 
@@ -91,11 +93,15 @@ class StaticLayer:
         batch, heads, _, key_channels = view.keys.shape
         self.scheme, self.capacity, self.tokens = scheme, capacity, cache.columns
         self.key_params, self.value_params = cache.key_params, cache.value_params
+        self.key_transform, self.value_transform = view.key_transform, view.value_transform
         assert scheme.residual is not None
         slots = scheme.sinks + scheme.residual + scheme.block
         self.record: Record = cache.store.record
         self._exact, self._blocks = cache.held[0], cache.store.longest
         most = max(self._blocks, -(-max(0, capacity - scheme.sinks - scheme.residual) // scheme.block))
+        if cache.rotary is not None:  # the angles of all blocks that there will be
+            rope = cache.rotary.rope(cache.rows, scheme.sinks, scheme.block, most, view.keys.device)
+            self.key_transform = replace(self.key_transform, rope=rope)
         self.keys = view.keys.new_zeros(batch, heads, slots, key_channels)
         self.values = view.values.new_zeros(batch, heads, slots, view.values.shape[3])
         self.keys[:, :, : self._exact] = view.keys[:, :, : self._exact]
@@ -132,9 +138,12 @@ class StaticLayer:
         """Attention of ``query [B, Hq, 1, Dk]`` over all tokens: ``[B, Hq, 1, Dv]``. Device work only."""
         from kvbits.attend.triton_op import attend_static
 
+        transform, rope = self.key_transform, self.key_transform.rope
+        angles = [] if rope is None else [rope.base_cos, rope.base_sin, rope.step_cos, rope.step_sin]
         out: torch.Tensor = attend_static(
             query, self.keys, self.values, self.pool, self.counts, self.held, self.key_params.get("scale"),
-            self.value_params.get("scale"), sink_logits, str(self.scheme), scaling, softcap,
+            self.value_params.get("scale"), transform.mean, transform.balance, angles, sink_logits, str(self.scheme),
+            rope is not None and rope.interleaved, scaling, softcap,
         )  # fmt: skip
         return out
 
@@ -154,13 +163,16 @@ class StaticLayer:
         """Encode the oldest block and move what stays to the front, all in place."""
         sinks, block = self.scheme.sinks, self.scheme.block
         sides = (
-            ("keys", self.keys, self.scheme.key, self.key_params),
-            ("values", self.values, self.scheme.value, self.value_params),
+            ("keys", self.keys, self.scheme.key, self.key_params, self.key_transform),
+            ("values", self.values, self.scheme.value, self.value_params, self.value_transform),
         )
         encoded: list[Packed] = []
-        for side, buffer, codec, params in sides:
+        for side, buffer, codec, params, transform in sides:
+            oldest = buffer[:, :, sinks : sinks + block]
+            if not transform.is_nothing:
+                oldest = transform.apply(oldest, self._blocks)
             try:
-                encoded.append(_encode(codec, buffer[:, :, sinks : sinks + block].unflatten(2, (1, block)), params))
+                encoded.append(_encode(codec, oldest.unflatten(2, (1, block)), params))
             except Unsound as found:
                 raise ValueError(
                     f"{found.count} of the {side} to be packed are NaN, infinite or above {found.limit:g}, which "
@@ -172,7 +184,7 @@ class StaticLayer:
             for slot in slots:
                 part = packed[slot.part.name][:, :, 0].flatten(2).contiguous().view(torch.uint8)
                 target[..., slot.offset : slot.offset + slot.part.nbytes] = part
-        for _, buffer, _, _ in sides:
+        for _, buffer, _, _, _ in sides:
             buffer[:, :, sinks:-block] = buffer[:, :, sinks + block :].clone()
             buffer[:, :, -block:] = 0
         self._exact, self._blocks = self._exact - block, self._blocks + 1

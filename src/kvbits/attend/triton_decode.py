@@ -13,41 +13,36 @@ from __future__ import annotations
 import functools
 import math
 import os
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import pad
 
 from kvbits.attend.call import Call
-from kvbits.attend.transform import Transform
-from kvbits.attend.triton_tuning import Tuning, tuning_for
+from kvbits.attend.transform import Rope, Transform
+from kvbits.attend.triton_shape import (
+    NO_TURN,
+    TURNED_KEYS,
+    TURNED_MEAN,
+    Shape,
+    Turn,
+    outliers_in,
+    power_of_two,
+    shape_for,
+    why_not_format,
+)
+from kvbits.attend.triton_tuning import tuning_for
+from kvbits.attend.view import KVView
 from kvbits.codecs import Codec
 from kvbits.library import interpreted, why_no_triton
-from kvbits.numerics import groups
-from kvbits.store import Record, Slot
-from kvbits.types import Format, Params
+from kvbits.store import Record
+from kvbits.types import Params
 
 OPT_IN = "KVBITS_TRITON"
 """Environment variable that lets the kernel run on a device, while only the interpreter has shown that it is right."""
 
-MOST_CHANNELS = 512
-MOST_COLUMNS = 128
-"""Columns of a product: query rows times groups. More would not fit in registers."""
-
-_USUAL_SUMS = 4096
-"""Columns times channels up to which the tunings of the table were made."""
-
-MOST_OUTLIERS = 512
-
-MOST_ROWS = 64
-"""Query rows that one program takes."""
-
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """Bfloat16 parts that queries and weights are split into, so that their own precision is kept."""
-
-_LEVELS = {"uniform": 0, "table": 1, "e4m3": 2}
-_TOKEN, _CHANNEL, _LAYER, _STATIC = range(4)
 
 
 def why_not(call: Call) -> list[str]:
@@ -63,142 +58,17 @@ def why_not(call: Call) -> list[str]:
         reasons.append(f"{query.dtype} queries over {view.keys.dtype} keys and {view.values.dtype} values")
     if torch.is_grad_enabled() and query.requires_grad:
         reasons.append("gradients of the query")
-    if view.late:
-        reasons.append("late sinks")
     record = view.blocks.record
     for side, codec, x, slots, transform in (
         ("keys", view.scheme.key, view.keys, record.keys, view.key_transform),
         ("values", view.scheme.value, view.values, record.values, view.value_transform),
     ):
         reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3], outliers_in(slots))]
-        if transform.rope is not None and not transform.whole:
-            reasons.append(f"{side}: the rotary embedding was taken off their mean alone")
-        elif transform.rope is not None and transform.rotation is not None:
+        if transform.rope is not None and transform.whole and transform.rotation is not None:
             reasons.append(f"{side}: rotated before the rotary embedding")
+    if view.value_transform.rope is not None or view.value_transform.balance is not None:
+        reasons.append("values: a rotary embedding, or channels that were divided")
     return reasons
-
-
-def outliers_in(slots: tuple[Slot, ...]) -> int:
-    """Entries of the sparse part of a block."""
-    return next((slot.part.shape[0] for slot in slots if slot.part.name == "outlier_index"), 0)
-
-
-def why_not_format(form: Format, channels: int, outliers: int) -> list[str]:
-    """Reasons against keys or values of one format and head_dim, with so many outliers in a block."""
-    reasons = []
-    if form.levels not in _LEVELS:
-        reasons.append("packed blocks of exact elements")
-    if outliers > MOST_OUTLIERS:
-        reasons.append(f"{outliers} outliers in a block (up to {MOST_OUTLIERS} run)")
-    if form.per == "layer" and form.zero:
-        reasons.append("one zero per layer")
-    if channels % 2 or channels > MOST_CHANNELS:
-        reasons.append(f"head_dim {channels} (even ones up to {MOST_CHANNELS} run)")
-    elif form.per == "token" and 8 * _power_of_two(-(-channels // _group_length(form, channels))) > MOST_COLUMNS:
-        reasons.append(f"{-(-channels // _group_length(form, channels))} groups in a token")
-    return reasons
-
-
-def _group_length(form: Format, channels: int) -> int:
-    return groups.group_length(channels, form.group) if form.group else channels
-
-
-@dataclass(frozen=True)
-class Side:
-    """Keys or values as the kernel's compile-time constants; see ``attend_split`` there."""
-
-    bits: int
-    levels: int
-    per: int
-    group: int
-    count: int
-    columns: int
-    zero: bool
-    codes_at: int
-    scale_at: int
-    zero_at: int
-    outliers: int
-    entries: int
-    index_at: int
-    value_at: int
-
-    def constants(self, prefix: str) -> dict[str, Any]:
-        """Keyword arguments of the kernel."""
-        return {f"{prefix}_{name.upper()}": value for name, value in asdict(self).items()}
-
-    @staticmethod
-    def of(form: Format, slots: tuple[Slot, ...], channels: int, rows: int, blocks: int) -> Side:
-        """Read a format and where its parts lie, for tiles of ``rows`` tokens of each of ``blocks`` blocks."""
-        at = {slot.part.name: slot.offset // 2 for slot in slots}
-        group, count, columns = 1, 1, 1
-        if form.per == "token":
-            per, group = _TOKEN, _group_length(form, channels)
-            count = -(-channels // group)
-            columns = _power_of_two(count)
-        elif form.per == "channel" and form.group:
-            per, group = _CHANNEL, form.group
-            columns = blocks * max(1, rows // group)
-        else:
-            per = _LAYER if form.per == "layer" else _STATIC
-        outliers = outliers_in(slots)
-        return Side(
-            form.bits, _LEVELS[form.levels], per, group, count, columns, form.zero,
-            at["codes"], at.get("scale", 0), at.get("zero", 0),
-            outliers, max(16, _power_of_two(outliers)) if outliers else 0,
-            at.get("outlier_index", 0), at.get("outlier_value", 0),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What stays the same from step to step in one layer: most of the kernel's compile-time constants."""
-
-    key: Side
-    value: Side
-    query_rows: int
-    slices: int
-    blocks: int
-    tuning: Tuning
-
-
-@functools.lru_cache(maxsize=256)
-def _shape(
-    record: Record,
-    key: Format,
-    value: Format,
-    key_channels: int,
-    value_channels: int,
-    rows: int,
-    tuning: Tuning,
-    roped: bool = False,
-) -> Shape:
-    """Choose tiles for ``rows`` query rows of a KV head."""
-    slices = max(_slots(key.bits), _slots(value.bits))
-    length = record.tokens // slices
-    blocks = max(1, tuning.rows // length)
-    sides = (
-        Side.of(key, record.keys, key_channels, length, blocks),
-        Side.of(value, record.values, value_channels, length, blocks),
-    )
-    widest = max(side.columns for side in sides)
-    query_rows = min(max(8, _power_of_two(rows)), MOST_ROWS)
-    while query_rows > 8 and query_rows * widest > MOST_COLUMNS:
-        query_rows //= 2
-    if query_rows * widest * max(key_channels, value_channels) > _USUAL_SUMS:
-        # Sums that fill the registers of twice the warps; without a second tile in shared memory, which is full too.
-        tuning = replace(tuning, warps=2 * tuning.warps, registers=None, stages=1)
-    elif roped or key.outliers or value.outliers:
-        tuning = replace(tuning, registers=None, stages=1)  # what these read element by element has no tile
-    return Shape(*sides, query_rows, slices, blocks, tuning)
-
-
-def _slots(bits: int) -> int:
-    """Slices that a block's codes lie in; 3 bits follow their plane of 2."""
-    return 4 if bits == 3 else 8 // bits
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 @functools.cache
@@ -226,8 +96,7 @@ def run(call: Call, lengths: Lengths | None = None) -> torch.Tensor:
     view, query = call.view, call.query
     if query.shape[2] == 0 or query.shape[0] == 0:
         return query.new_zeros(*query.shape[:3], view.values.shape[3])
-    turned, bias = _for_packed_keys(view.key_transform, query, view.keys.shape[1], call.scaling)
-    partial, tops, weights, splits = _split(call, turned, bias, lengths)
+    partial, tops, weights, splits = _split(call, lengths)
     if view.value_transform.rotation is None and view.value_transform.mean is None:
         return _merge(call, partial, tops, weights, 0, partial.shape[0])[0]
     return _merge_transformed(call, partial, tops, weights, splits)[0].to(query.dtype)
@@ -239,8 +108,7 @@ def partial(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     if not query.numel() or not view.blocks.longest + view.keys.shape[2]:
         out = query.new_zeros(*query.shape[:3], view.values.shape[3], dtype=torch.float32)
         return out, query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
-    turned, bias = _for_packed_keys(view.key_transform, query, view.keys.shape[1], call.scaling)
-    splits, tops, weights, packed = _split(call, turned, bias, None)
+    splits, tops, weights, packed = _split(call, None)
     if view.value_transform.rotation is None and view.value_transform.mean is None:
         found = query.new_empty(*query.shape[:3], 1, dtype=torch.float32)
         out, _ = _merge(call, splits, tops, weights, 0, splits.shape[0], found)
@@ -250,21 +118,38 @@ def partial(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return out, found.squeeze(-1) * math.log(2)
 
 
-def _for_packed_keys(
-    transform: Transform, query: torch.Tensor, heads: int, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The queries that meet packed keys, and what the keys' mean adds to their scores, ``[B, Hq, q]``."""
-    bias = None
-    if transform.mean is not None and transform.rope is None:  # else it is added before the angles, in the kernel
-        grouped = query.float().unflatten(1, (heads, -1))
-        bias = (grouped * transform.mean[:, None, None]).sum(-1).flatten(1, 2).mul_(scaling)
-    turned = transform.query(query)  # float32 stays: the kernel rounds it once
-    return query if turned is None else turned, bias
+def turn_of(transform: Transform) -> Turn:
+    """What the kernel does with the keys' rotary embedding and mean."""
+    rope, mean = transform.rope, transform.mean is not None
+    half = 0 if rope is None else rope.base_cos.shape[-1]
+    padded, interleaved = max(16, power_of_two(half)), rope is not None and rope.interleaved
+    if rope is not None and transform.whole:
+        return Turn(TURNED_KEYS, mean, half, padded, interleaved)
+    return Turn(TURNED_MEAN, mean, half, padded, interleaved) if mean else Turn()
 
 
-def _split(
-    call: Call, turned: torch.Tensor, bias: torch.Tensor | None, lengths: Lengths | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+def _angles(view: KVView, turn: Turn, parts: int, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cosines and sines of the blocks ``[B or 1, N, half]``, and within a block, as the kernel reads them."""
+    rope = view.key_transform.rope
+    if rope is None or turn.what == NO_TURN:
+        return unused, unused, unused, unused
+    bases = (x if x.stride()[1:] == (turn.half, 1) else x.contiguous() for x in (rope.base_cos, rope.base_sin))
+    if turn.what == TURNED_KEYS:
+        return (*bases, rope.step_cos.contiguous(), rope.step_sin.contiguous())
+    return (*bases, *_step_tables(view, rope, turn, parts))
+
+
+def _step_tables(view: KVView, rope: Rope, turn: Turn, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bfloat16 parts of the angles within a block, ``[parts, tokens, padded]``: made once for a layer."""
+    memo, name = view.blocks.record.memo, f"triton steps in {parts}"
+    held = memo.get(name)
+    if held is None or held[0] is not rope.step_cos or held[1] is not rope.step_sin:
+        tables = (split_in_parts(pad(x, (0, turn.padded - turn.half)), parts) for x in (rope.step_cos, rope.step_sin))
+        memo[name] = held = (rope.step_cos, rope.step_sin, *tables)
+    return held[2], held[3]
+
+
+def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Run the splits: their outputs ``[S, B * H, rows, Dv]``, maxima, sums, and how many of them are packed ones."""
     from kvbits.attend.triton_kernel import attend_split
 
@@ -273,15 +158,14 @@ def _split(
     batch, heads, slots, key_channels = view.keys.shape
     value_channels, queries = view.values.shape[3], query.shape[2]
     group_rows = query.shape[1] // heads
-    rows = group_rows * queries
+    rows, parts = group_rows * queries, PARTS[query.dtype]
     architecture, processors = _processor(query.device)
     key, value = scheme.key.format, scheme.value.format
     tuning = tuning_for(architecture, max(key.bits, value.bits), "channel" in (key.per, value.per))
-    shape = _shape(
-        blocks.record, key, value, key_channels, value_channels, rows, tuning, view.key_transform.rope is not None
-    )
+    turn = turn_of(view.key_transform)
+    shape = shape_for(blocks.record, key, value, key_channels, value_channels, rows, parts, tuning, turn.what)
     tuning = shape.tuning
-    row_tiles = -(-rows // shape.query_rows)
+    row_tiles = -(-rows // shape.tile.queries)
     per_split, exact_per_split = _cut(
         blocks.longest, slots, batch * heads * row_tiles, processors * tuning.programs, shape
     )
@@ -289,63 +173,57 @@ def _split(
     total = splits + -(-slots // exact_per_split)
     partial = query.new_empty(total, batch * heads, rows, value_channels, dtype=torch.float32)
     tops, weights = (query.new_empty(total, batch * heads, rows, dtype=torch.float32) for _ in range(2))
-    pool = blocks.pool
-    ragged = lengths is not None or len(set(blocks.counts)) > 1 or len(set(view.held)) > 1
-    counts = held = column_of = mask = None
-    if lengths is not None:
-        counts, held = lengths
-    elif ragged:
-        counts, held = torch.tensor([blocks.counts, view.held], dtype=torch.int32, device=query.device)
-    if view.rows.column_of is not None:
-        column_of = view.rows.column_of.to(query.device)
+    unused = tops
+    plain = call.mask is None and call.window is None and view.rows.valid is None and view.offset == 0
+    column_of = None if plain or view.column_of is None else view.column_of.to(query.device)
+    counts, held = _lengths(view, query.device) if lengths is None else lengths
+    mask = None
     if call.mask is not None:
         mask = call.mask.expand(batch, query.shape[1], -1, -1)
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    unused = tops
-    rope, mean = view.key_transform.rope, view.key_transform.mean
-    key_params, key_table = _params(scheme.key, view.key_params, query.device, PARTS[query.dtype], unused)
-    value_params, value_table = _params(scheme.value, view.value_params, query.device, PARTS[query.dtype], unused)
-    cos, sin = unused, unused
-    if rope is not None:  # for every own token, as the kernel counts them
-        cos, sin = (pad(x, (0, 0, view.sinks + view.dropped, 0)) for x in rope.angles(0, blocks.longest))
-    plain = call.mask is None and call.window is None and column_of is None and view.offset == 0
+    turned, mean = view.key_transform.query(query), view.key_transform.mean
+    turned = query if turned is None else turned  # float32 stays: the kernel rounds it once
+    angles = _angles(view, turn, parts, unused)
+    pool = blocks.pool
     attend_split[(total, batch * heads, row_tiles)](
-        turned, query, unused if bias is None else bias, view.keys, view.values, pool.view(torch.int16),
+        turned, query, view.keys, view.values, pool.view(torch.int16),
         pool.view(torch.int32), pool.view(torch.bfloat16), pool.view(torch.float16), blocks.table,
-        unused if counts is None else counts,
-        unused if held is None else held, unused if column_of is None else column_of,
-        unused if mask is None else mask, *key_params, key_table, *value_params, value_table,
-        cos, sin, unused if mean is None else mean,
+        unused if counts is None else counts, unused if held is None else held,
+        unused if column_of is None else column_of, unused if mask is None else mask,
+        *_params(scheme.key, view.key_params, "keys", blocks.record, parts, unused),
+        *_params(scheme.value, view.value_params, "values", blocks.record, parts, unused),
+        *angles, unused if mean is None else mean.float().contiguous(),
         partial, tops, weights,
         blocks.counts[0], view.held[0], splits, per_split, exact_per_split, view.rows.columns - queries, view.offset,
         call.window or 0, view.sinks + view.dropped, queries,
         batch, heads, view.sinks, call.scaling, call.softcap or 1.0,
         *turned.stride()[:3], *query.stride()[:3], *view.keys.stride()[:3], *view.values.stride()[:3],
         blocks.table.stride(0), 0 if column_of is None else column_of.stride(0),
-        0 if rope is None or cos.shape[0] == 1 else cos.stride(0),
+        0 if angles[0].shape[0] == 1 else angles[0].stride(0),
         *((0, 0, 0, 0) if mask is None else mask.stride()),
-        GROUP_ROWS=group_rows, SINGLE=queries == 1, NR=shape.query_rows,
-        K_CHANNELS=key_channels, K_PADDED=max(32, _power_of_two(key_channels)),
-        V_CHANNELS=value_channels, V_PADDED=max(32, _power_of_two(value_channels)),
-        BLOCK=blocks.record.tokens, NS=shape.slices, BPI=shape.blocks, RECORD=blocks.record.nbytes // 2,
-        **shape.key.constants("K"), **shape.value.constants("V"),
-        PARTS=PARTS[query.dtype], IN_ORDER=blocks.in_order, RAGGED=ragged, PADDED=column_of is not None,
+        KEY=shape.key, VALUE=shape.value, TILE=shape.tile, TURN=turn, GROUP_ROWS=group_rows, SINGLE=queries == 1,
+        IN_ORDER=blocks.in_order, RAGGED=counts is not None, PADDED=column_of is not None,
         MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2, WINDOW=call.window is not None, PLAIN=plain,
-        SOFTCAP=call.softcap is not None, BIAS=bias is not None,
-        ROPE=0 if rope is None else 2 if rope.interleaved else 1, HALF=0 if rope is None else cos.shape[-1],
-        MEAN=rope is not None and mean is not None,
-        EXACT_TILE=32,
+        SOFTCAP=call.softcap is not None, EXACT_TILE=32,
         num_warps=tuning.warps, num_stages=tuning.stages,
         **({"maxnreg": tuning.registers} if tuning.registers and torch.version.cuda else {}),
     )  # fmt: skip
     return partial, tops, weights, splits
 
 
+def _lengths(view: KVView, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Blocks and exact tokens of each row on the device, where rows differ."""
+    if view.even:
+        return None, None
+    counts, held = torch.tensor([view.blocks.counts, view.held], dtype=torch.int32, device=device)
+    return counts, held
+
+
 def _cut(blocks: int, exact: int, tiles: int, wanted: int, shape: Shape) -> tuple[int, int]:
     """Blocks and exact tokens of one split, so that about ``wanted`` programs run."""
     splits = max(1, wanted // tiles)
     per_split = -(-max(1, blocks) // splits)
-    per_split = -(-per_split // shape.blocks) * shape.blocks
+    per_split = -(-per_split // shape.tile.blocks) * shape.tile.blocks
     # Exact tokens are many times a block's bytes each: several programs share them where few run anyway.
     exact_per_split = shape.tuning.exact_tokens if splits > 1 else max(1, exact)
     return per_split, exact_per_split
@@ -354,33 +232,37 @@ def _cut(blocks: int, exact: int, tiles: int, wanted: int, shape: Shape) -> tupl
 @functools.lru_cache(maxsize=64)
 def _constant_table(codec: Codec, device: torch.device, parts: int) -> torch.Tensor:
     """The table of a codec that learns none."""
-    table = codec.table({})
+    return _table_parts(codec, {}, device, parts)
+
+
+def _table_parts(codec: Codec, params: Params, device: torch.device, parts: int) -> torch.Tensor:
+    table = codec.table(params)
     assert table is not None
-    return _table_parts(table.to(device), parts)
+    return split_in_parts(pad(table.to(device), (0, 16 - len(table))), parts)
 
 
-def _table_parts(table: torch.Tensor, parts: int) -> torch.Tensor:
-    """Bfloat16 parts of a table, ``[parts * 16]``, part by part."""
-    found = torch.zeros(parts, 16, dtype=torch.bfloat16, device=table.device)
-    rest = table.float()
-    for part in range(parts):
-        found[part, : len(table)] = rest.to(torch.bfloat16)
-        rest = rest - found[part, : len(table)].float()
-    return found.flatten()
+def split_in_parts(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """Bfloat16 parts of float32 ``x``, ``[parts, *x.shape]``: each what those before it have left, rounded."""
+    found, rest = [], x.float()
+    for _ in range(parts):
+        found.append(rest.to(torch.bfloat16))
+        rest = rest - found[-1].float()
+    return torch.stack(found)
 
 
 def _params(
-    codec: Codec, params: Params, device: torch.device, parts: int, unused: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Static scale and zero, and the table, of one side."""
-    scale, zero = params.get("scale", unused), params.get("zero", unused)
-    if codec.format.levels != "table":
-        return (scale, zero), unused
-    if not params:
-        return (scale, zero), _constant_table(codec, device, parts)
-    table = codec.table(params)
-    assert table is not None
-    return (scale, zero), _table_parts(table, parts)
+    codec: Codec, params: Params, side: str, record: Record, parts: int, unused: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Static scale and zero, and the table ``[parts, 16]``, of one side."""
+    scale, zero, table = params.get("scale", unused), params.get("zero", unused), unused
+    if codec.format.levels == "table" and not codec.learns:
+        table = _constant_table(codec, unused.device, parts)
+    elif codec.format.levels == "table":
+        memo, name = record.memo, f"triton table of {side} in {parts}"
+        if name not in memo or memo[name][0] is not params:
+            memo[name] = params, _table_parts(codec, params, unused.device, parts)
+        table = memo[name][1]
+    return scale, zero, table
 
 
 def _merge(
@@ -404,7 +286,7 @@ def _merge(
     merge_splits[(pairs, rows)](
         partial, tops, weights, tops if sinks is None else sinks, out, tops if log_sums is None else log_sums,
         first, last, query.shape[2], pairs, heads, *out.stride()[:3],
-        GROUP_ROWS=query.shape[1] // heads, CHANNELS=channels, PADDED=_power_of_two(channels),
+        GROUP_ROWS=query.shape[1] // heads, CHANNELS=channels, PADDED=power_of_two(channels),
         SINKS=sinks is not None, LOG_SUMS=log_sums is not None, SPLITS=16, num_warps=4,
     )  # fmt: skip
     return out, log_sums

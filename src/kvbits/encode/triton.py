@@ -1,8 +1,9 @@
 """Encode blocks with Triton on CUDA and ROCm GPUs: one read of the exact elements, one write of the packed parts.
 
-The twin of ``Codec.encode`` for ``int``, ``nf`` and ``fp8`` codecs, bit for bit: divisions are rounded to nearest and
-rounding is half to even, as in PyTorch. Each program also counts what no block can hold, so that nothing is read twice.
-Triton is imported when a block is encoded, not before.
+The twin of ``Codec.encode``, bit for bit, for ``int``, ``rot``, ``nf``, ``lm``, ``fp8`` and ``fp8-static`` codecs
+without outliers: divisions are rounded to nearest and rounding is half to even, as in PyTorch. What rotations and means
+do to keys and values first (:class:`kvbits.attend.Transform`) is left to PyTorch, once a block. Each program also
+counts what no block can hold, so that nothing is read twice. Triton is imported when a block is encoded, not before.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ import functools
 
 import torch
 
-from kvbits.codecs import Affine, Codec, Fp8, NormalFloat
+from kvbits.codecs import Affine, Codec, Fp8, Fp8Static, Grouped, LloydMax, NormalFloat, Rotated
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.library import why_no_triton
 from kvbits.numerics import groups
 from kvbits.types import Packed, Params
 
 MOST_CHANNELS = 512
-_UNIFORM, _TABLE, _E4M3 = range(3)
+_LEVELS = {"uniform": 0, "table": 1, "e4m3": 2}
+_RANGE, _NORM, _FIXED = range(3)
+"""How scales are chosen, as ``CHOICE`` in the kernel."""
+
+_CHOICES: dict[type[Codec], int] = {
+    Affine: _RANGE, Rotated: _RANGE, NormalFloat: _RANGE, Fp8: _RANGE, LloydMax: _NORM, Fp8Static: _FIXED,
+}  # fmt: skip
 
 
 def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
     """Reasons against encoding blocks ``x [..., T, D]`` here; empty where :func:`run` does."""
     if reasons := why_no_triton(x.device):
         return reasons
-    if type(codec) not in (Affine, NormalFloat, Fp8):
-        reasons.append(f"{codec} (int, nf and fp8 run)")
+    if type(codec) not in _CHOICES:
+        reasons.append(f"{codec} (int, rot, nf, lm and fp8 run)")
+    elif isinstance(codec, Grouped) and (codec.outliers or codec.static):
+        reasons.append(f"{codec} (without outliers or static scales it would run)")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         reasons.append(f"{x.dtype} (float32, bfloat16 or float16 run)")
     tokens, channels = x.shape[-2:]
@@ -39,13 +48,13 @@ def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
 
 def run(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
     """See :func:`kvbits.encode.encode`. Waits for the device, which alone knows whether the input is sound."""
-    packed, unsound = launch(codec, x)
+    packed, unsound = launch(codec, x, params)
     if unsound is not None and (found := int(unsound.sum())):
         raise Unsound(found, limit_of(x.dtype))
     return packed
 
 
-def launch(codec: Codec, x: torch.Tensor) -> tuple[Packed, torch.Tensor | None]:
+def launch(codec: Codec, x: torch.Tensor, params: Params) -> tuple[Packed, torch.Tensor | None]:
     """Encode without waiting: parts ``[..., *part.shape]``, and how many elements of each block cannot be packed.
 
     Raises:
@@ -65,25 +74,26 @@ def launch(codec: Codec, x: torch.Tensor) -> tuple[Packed, torch.Tensor | None]:
         return packed, None
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
-    form = codec.format
-    per_token = form.per == "token"
-    length = (groups.group_length(channels, form.group) if form.group else channels) if per_token else form.group
+    form, codes = codec.format, packed["codes"]
+    per_channel = form.per == "channel"
+    length = form.group if per_channel or not form.group else groups.group_length(channels, form.group)
+    length = length or channels
     unsound = x.new_empty(count, dtype=torch.int32)
+    scale = params["scale"] if _CHOICES[type(codec)] == _FIXED else packed["scale"]
     encode_block[(count,)](
-        flat, unsound, packed["codes"], packed["scale"], packed.get("zero", packed["scale"]),
-        _edges(codec, x.device) if isinstance(codec, NormalFloat) else packed["scale"],
+        flat, unsound, codes, scale, packed.get("zero", codes),
+        _levels(codec, x.device) if form.levels == "table" else codes,
         compared_limit(x.dtype), flat.shape[1], flat.shape[2], *flat.stride()[:4],
         TOKENS=tokens, CHANNELS=channels, PADDED=max(16, 1 << (channels - 1).bit_length()), BITS=form.bits,
-        LEVELS={"uniform": _UNIFORM, "table": _TABLE, "e4m3": _E4M3}[form.levels],
-        PER_TOKEN=per_token, LENGTH=length, GROUPS=-(-channels // length) if per_token else tokens // length,
-        num_warps=8,
+        LEVELS=_LEVELS[form.levels], CHOICE=_CHOICES[type(codec)], PER_TOKEN=not per_channel, LENGTH=length,
+        GROUPS=tokens // length if per_channel else -(-channels // length), num_warps=8,
     )  # fmt: skip
     return packed, unsound
 
 
 @functools.lru_cache(maxsize=32)
-def _edges(codec: NormalFloat, device: torch.device) -> torch.Tensor:
-    """Midpoints between neighbouring levels, as ``codebook.nearest`` has them."""
+def _levels(codec: Codec, device: torch.device) -> torch.Tensor:
+    """Midpoints between neighbouring levels, as ``codebook.nearest`` has them, and behind them the levels."""
     table = codec.table({})
-    edges: torch.Tensor = (table[1:] + table[:-1]) / 2
-    return edges.to(device)
+    assert table is not None
+    return torch.cat([(table[1:] + table[:-1]) / 2, table]).to(device)

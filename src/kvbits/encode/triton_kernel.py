@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 UNIFORM, TABLE, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+RANGE, NORM, FIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 STEP_FLOOR = tl.constexpr(2.0**-10)  # as numerics.affine has it
 
 
@@ -63,6 +64,32 @@ def _e4m3(x):
 
 
 @triton.jit
+def _nearest(level, edges, BITS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr):
+    """Codes of the nearest levels, of which ``edges`` are the midpoints: ``numerics.codebook.nearest``."""
+    codes = tl.zeros([TOKENS, PADDED], tl.int32)
+    for edge in tl.static_range((1 << BITS) - 1):
+        codes += (level > tl.load(edges + edge)).to(tl.int32)
+    return codes
+
+
+@triton.jit
+def _by_norm(
+    value, real, table, BITS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    """Codes of ``lm`` codecs and the scales that keep ``x . decoded`` at ``x . x``, as bfloat16 bits."""
+    largest = _divisor(tl.max(tl.abs(value), 1))
+    unit = tl.div_rn(value, tl.broadcast_to(largest[:, None], (TOKENS, PADDED)))
+    wide = unit.to(tl.float64)
+    square = tl.sum(wide * wide, 1)
+    rms = _divisor(tl.sqrt(square / CHANNELS).to(tl.float32))
+    codes = _nearest(tl.div_rn(unit, tl.broadcast_to(rms[:, None], (TOKENS, PADDED))), table, BITS, TOKENS, PADDED)
+    level = tl.load(table + ((1 << BITS) - 1) + codes, mask=real, other=0).to(tl.float64)
+    product = tl.sum(wide * level, 1)
+    scale = tl.where(square > 0, square / tl.where(square > 0, product, 1.0), 0.0).to(tl.float32) * largest
+    return codes, _bits_near(scale)
+
+
+@triton.jit
 def _plane(codes, LOW: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr):
     """Bits ``LOW .. LOW + WIDTH - 1`` of codes ``[T, D]``, slices of tokens side by side in bytes."""
     slots: tl.constexpr = 8 // WIDTH
@@ -79,12 +106,13 @@ def _store(codes, at, row, CHANNELS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def encode_block(
-    x, unsound, codes_out, scale_out, zero_out, edges, limit, second, third, s_a, s_b, s_c, s_t,
+    x, unsound, codes_out, scale_out, zero_out, table, limit, second, third, s_a, s_b, s_c, s_t,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr,
-    PER_TOKEN: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr,
+    CHOICE: tl.constexpr, PER_TOKEN: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Block ``[T, D]`` number ``program_id(0)`` of ``x [A, second, third, T, D]``.
 
+    ``table`` holds the midpoints between levels, then the levels. Of a FIXED scale ``scale_out`` is where it stands.
     LENGTH and GROUPS: channels of a group and groups of a token, or tokens of a group and groups of a block.
     """
     number = tl.program_id(0).to(tl.int64)
@@ -97,7 +125,13 @@ def encode_block(
     bottom: tl.constexpr = 0.0 if LEVELS == UNIFORM else -1.0
     top: tl.constexpr = (1 << BITS) - 1.0 if LEVELS == UNIFORM else 1.0
 
-    if LEVELS == E4M3:  # one group a token, no zero
+    if CHOICE == NORM:
+        codes, bits = _by_norm(value, real, table, BITS, TOKENS, PADDED, CHANNELS)
+        tl.store(scale_out + number * TOKENS + token, bits.to(tl.bfloat16, bitcast=True))
+    elif CHOICE == FIXED:  # of the layer, e4m3
+        divisor = tl.load(scale_out).to(tl.float32) + tl.zeros([TOKENS, PADDED], tl.float32)
+        codes = _e4m3(tl.div_rn(value, divisor)).to(tl.int32)
+    elif LEVELS == E4M3:  # one group a token, no zero
         largest = tl.max(tl.abs(value), 1)
         low = tl.min(tl.where(real, value, float("inf")), 1)
         high = tl.max(tl.where(real, value, float("-inf")), 1)
@@ -135,9 +169,7 @@ def encode_block(
         if LEVELS == UNIFORM:
             codes = _round(tl.minimum(tl.maximum(level, 0.0), top)).to(tl.int32)
         else:
-            codes = tl.zeros([TOKENS, PADDED], tl.int32)
-            for edge in tl.static_range((1 << BITS) - 1):
-                codes += (level > tl.load(edges + edge)).to(tl.int32)
+            codes = _nearest(level, table, BITS, TOKENS, PADDED)
 
     out = codes_out + number * (TOKENS * BITS // 8 * CHANNELS)
     if BITS == 8:

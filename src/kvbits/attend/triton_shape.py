@@ -1,0 +1,241 @@
+"""What the Triton kernels are compiled for: formats, tiles and turns, as frozen constants.
+
+Each is one compile-time argument of ``attend_split``. Offsets in a record count 2 bytes, as the kernel reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from kvbits.attend.triton_tuning import Tuning
+from kvbits.numerics import groups
+from kvbits.store import Record, Slot
+from kvbits.types import Format
+
+MOST_CHANNELS = 512
+MOST_COLUMNS = 128
+"""Columns of a product: query rows times groups. More would not fit in registers."""
+
+MOST_OUTLIERS = 512
+
+MOST_ROWS = 64
+"""Query rows that one program takes."""
+
+_USUAL_SUMS = 4096
+"""Columns times channels up to which the tunings of the table were made."""
+
+LEVELS = {"uniform": 0, "table": 1, "e4m3": 2}
+TOKEN, CHANNEL, LAYER, STATIC = range(4)
+NO_TURN, TURNED_KEYS, TURNED_MEAN = range(3)
+
+
+def why_not_format(form: Format, channels: int, outliers: int) -> list[str]:
+    """Reasons against keys or values of one format and head_dim, with so many outliers in a block."""
+    reasons = []
+    if form.levels not in LEVELS:
+        reasons.append("packed blocks of exact elements")
+    if outliers > MOST_OUTLIERS:
+        reasons.append(f"{outliers} outliers in a block (up to {MOST_OUTLIERS} run)")
+    if form.per == "layer" and form.zero:
+        reasons.append("one zero per layer")
+    if channels % 2 or channels > MOST_CHANNELS:
+        reasons.append(f"head_dim {channels} (even ones up to {MOST_CHANNELS} run)")
+    elif form.per == "token" and 8 * power_of_two(-(-channels // _group_length(form, channels))) > MOST_COLUMNS:
+        reasons.append(f"{-(-channels // _group_length(form, channels))} groups in a token")
+    return reasons
+
+
+def outliers_in(slots: tuple[Slot, ...]) -> int:
+    """Entries of the sparse part of a block."""
+    return next((slot.part.shape[0] for slot in slots if slot.part.name == "outlier_index"), 0)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+def _group_length(form: Format, channels: int) -> int:
+    return groups.group_length(channels, form.group) if form.group else channels
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values.
+
+    Attributes:
+        bits, levels, per, zero: of the format.
+        exact: whether levels of uniform codes come without their offset of 128.
+        channels, padded: of a head, and the power of two from 32 that holds them.
+        group: channels or tokens of a group.
+        count, columns: groups of a token, and columns that the groups of a slice take in a product.
+        slice_groups: groups of tokens of one block in a slice.
+        sub: slices of a tile that share a slot of the codes: the other side has fewer bits.
+        codes_at, scale_at, zero_at, index_at, value_at: where the parts begin.
+        outliers, entries: of a block, and the power of two that holds them.
+    """
+
+    bits: int
+    levels: int
+    per: int
+    zero: bool
+    exact: bool
+    channels: int
+    padded: int
+    group: int
+    count: int
+    columns: int
+    slice_groups: int
+    sub: int
+    codes_at: int
+    scale_at: int
+    zero_at: int
+    outliers: int
+    entries: int
+    index_at: int
+    value_at: int
+
+    @property
+    def offset(self) -> float:
+        """What levels of uniform codes are more than their codes."""
+        return 128.0 if self.bits < 8 and self.levels == LEVELS["uniform"] and not self.exact else 0.0
+
+    @property
+    def fields(self) -> int:
+        """Whether codes of 2 bits stay where they lie in a byte, 1 or 0."""
+        return int(self.bits == 2 and self.offset > 0)
+
+    @property
+    def zeroed(self) -> bool:
+        """Whether anything is to be taken off the levels."""
+        return self.zero or self.offset > 0
+
+    @property
+    def units(self) -> int:
+        """16-bit units of a byte row."""
+        return self.channels // 2
+
+    @staticmethod
+    def of(form: Format, slots: tuple[Slot, ...], channels: int, rows: int, blocks: int, sub: int, exact: bool) -> Side:
+        """Read a format and where its parts lie, for tiles of ``rows`` tokens of each of ``blocks`` blocks."""
+        at = {slot.part.name: slot.offset // 2 for slot in slots}
+        group, count, columns, slice_groups = 1, 1, 1, 1
+        if form.per == "token":
+            per, group = TOKEN, _group_length(form, channels)
+            count = -(-channels // group)
+            columns = power_of_two(count)
+        elif form.per == "channel" and form.group:
+            per, group = CHANNEL, form.group
+            slice_groups = max(1, rows // group)
+            columns = blocks * slice_groups
+        else:
+            per = LAYER if form.per == "layer" else STATIC
+        outliers = outliers_in(slots)
+        return Side(
+            form.bits, LEVELS[form.levels], per, form.zero, exact, channels, max(32, power_of_two(channels)),
+            group, count, columns, slice_groups, sub, at["codes"], at.get("scale", 0), at.get("zero", 0),
+            outliers, max(16, power_of_two(outliers)) if outliers else 0,
+            at.get("outlier_index", 0), at.get("outlier_value", 0),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Blocks, and how many of their tokens meet how many queries at once.
+
+    Attributes:
+        tokens, record: of a block, and 2-byte elements of its record.
+        slices: that a block is met in, one after the other.
+        blocks: that are met together.
+        queries: query rows.
+        parts: bfloat16 parts of queries and weights.
+    """
+
+    tokens: int
+    record: int
+    slices: int
+    blocks: int
+    queries: int
+    parts: int
+
+    @property
+    def slice(self) -> int:
+        """Tokens of a block in one slice."""
+        return self.tokens // self.slices
+
+    @property
+    def rows(self) -> int:
+        """Tokens that are met at once."""
+        return self.slice * self.blocks
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is done to keys by position, or to what is added to them.
+
+    Attributes:
+        what: NO_TURN, TURNED_KEYS (stored before the rotary embedding) or TURNED_MEAN (their mean alone was).
+        mean: whether there is one.
+        half, padded: rotary pairs, and the power of two from 16 that holds them. A mean does not turn where none is.
+        interleaved: which channels make a pair.
+    """
+
+    what: int = NO_TURN
+    mean: bool = False
+    half: int = 0
+    padded: int = 16
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What stays the same from step to step in one layer."""
+
+    key: Side
+    value: Side
+    tile: Tile
+    tuning: Tuning
+
+
+@functools.lru_cache(maxsize=256)
+def shape_for(
+    record: Record,
+    key: Format,
+    value: Format,
+    key_channels: int,
+    value_channels: int,
+    rows: int,
+    parts: int,
+    tuning: Tuning,
+    turn: int = NO_TURN,
+) -> Shape:
+    """Choose tiles for ``rows`` query rows of a KV head."""
+    slices = max(_slots(key.bits), _slots(value.bits))
+    length = record.tokens // slices
+    if turn == TURNED_MEAN:  # its shares, turned to each block, take the registers of half a tile
+        tuning = replace(tuning, rows=min(32, tuning.rows), registers=None)
+    blocks = max(1, tuning.rows // length)
+    # float32 is too fine for sums of codes with an offset; static zeros meet the weights once, at the end.
+    static = value.per == "channel" and not value.group
+    sides = (
+        Side.of(key, record.keys, key_channels, length, blocks, slices // _slots(key.bits), parts == 3),
+        Side.of(
+            value, record.values, value_channels, length, blocks, slices // _slots(value.bits), parts == 3 or static
+        ),
+    )
+    widest = max(side.columns for side in sides)
+    queries = min(max(8, power_of_two(rows)), MOST_ROWS)
+    while queries > 8 and queries * widest > MOST_COLUMNS:
+        queries //= 2
+    if queries * widest * max(key_channels, value_channels) > _USUAL_SUMS:
+        # Sums that fill the registers of twice the warps; without a second tile in shared memory, which is full too.
+        tuning = replace(tuning, warps=2 * tuning.warps, registers=None, stages=1)
+    elif turn == TURNED_KEYS or key.outliers or value.outliers:
+        tuning = replace(tuning, registers=None, stages=1)  # what these read element by element has no tile
+    return Shape(*sides, Tile(record.tokens, record.nbytes // 2, slices, blocks, queries, parts), tuning)
+
+
+def _slots(bits: int) -> int:
+    """Slices that a block's codes lie in; 3 bits follow their plane of 2."""
+    return 4 if bits == 3 else 8 // bits

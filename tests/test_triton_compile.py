@@ -1,0 +1,24 @@
+"""What Triton's interpreter lets pass and its compiler does not: every kind of kernel is lowered, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = Path(__file__).parent.parent / "bench" / "gpu_compile.py"
+
+
+@pytest.mark.slow
+def test_every_kind_of_kernel_lowers() -> None:
+    """In a process of its own: the interpreter, once asked for, stays for good."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("lowers") >= 10
