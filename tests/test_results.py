@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import test_cli
 import zoo
 from kvbits.measure.results import KEYS, Results
-from kvbits.measure.setting import model_name, setting
+from kvbits.measure.setting import model_name, setting, shortened
 
 folder, run = test_cli.folder, test_cli.run
 
@@ -135,3 +136,23 @@ def test_a_folder_that_cannot_be_written_is_said_before_a_model_is_loaded(
     monkeypatch.setattr("kvbits.cli.common.tempfile.TemporaryFile", refuse)
     code, output = run(command, hollow, *COMMANDS[command], "--json", "out.json")
     assert code == 2 and "--json out.json: cannot write into the folder .: permission denied" in output
+
+
+# -- what is read elsewhere names no folders of this machine -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "short"),
+    [("/a/b.txt", "b.txt"), ("wiki=/a/b.txt+../c/d+~/e/f", "wiki=b.txt+d+f"), ("./z", "z"), ("~/model", "model"),
+     ("--out", "--out"), ("k=int4,v=fp8", "k=int4,v=fp8"), ("org/model", "org/model")],
+)  # fmt: skip
+def test_words_of_a_command_are_told_without_folders(word: str, short: str) -> None:
+    assert shortened(word) == short
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parent.parent / "bench" / "results").glob("*.json")), ids=lambda file: file.stem
+)
+def test_committed_results_name_no_folders(file: Path) -> None:
+    command = json.loads(file.read_text(encoding="utf-8"))["setting"]["command"]
+    assert not re.search(r"(^|[\s=+])(~|\.{0,2})/", command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,5 +76,8 @@ def program() -> str:
 
 
 def shortened(word: str) -> str:
-    """A word of a command line, without the folders of a path that stands in it: results are read elsewhere."""
-    return Path(word).name if word.startswith(("/", "./", "../", "~")) else word
+    """A word of a command line, without the folders of paths that stand in it: results are read elsewhere.
+
+    Paths begin the word, or follow a ``=`` or a ``+`` (``wiki=/data/a.txt+/data/b.txt``).
+    """
+    return re.sub(r"(^|[=+])(?:~|\.{0,2})/[^=+]*", lambda found: found[1] + Path(found[0][len(found[1]) :]).name, word)
