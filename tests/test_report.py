@@ -350,8 +350,8 @@ def test_each_condition_alone_keeps_a_scheme_out() -> None:
     for more, name in (
         ([], "default"),
         ([speed(ratios)], "kivi4"),
-        ([retrieval({"hf:dynamic": 0.9, "default": 0.84})], "kivi4"),
-        ([retrieval({"hf:dynamic": 0.9, "default": 0.86})], "default"),
+        ([retrieval({"hf:dynamic": 0.9, "default": 0.6})], "kivi4"),  # of 30 prompts: 75 % at most
+        ([retrieval({"hf:dynamic": 0.9, "default": 0.8})], "default"),  # 90 % at most
         ([retrieval({"default": 0.1})], "default"),  # no exact cache to compare with
         ([tasks({"default": (0.001, 1, 20)})], "kivi4"),
         ([tasks({"default": (0.001, 20, 1)})], "default"),  # it wins
@@ -778,6 +778,16 @@ def test_all_kinds_and_models_are_on_the_page() -> None:
         "A processor", "fails KL, token, retrieval, tasks",
     ):  # fmt: skip
         assert wanted in text, wanted
+
+
+def test_one_prompt_of_a_few_says_nothing() -> None:
+    """11 of 12 found may be 98.5 % (Wilson); 110 of 120 are 95.4 % at most, and 1,100 of 1,200 are 93.1 %."""
+    for repeats, kept in ((2, True), (20, True), (200, False)):
+        results = retrieval({"hf:dynamic": 1.0, "default": 11 / 12})
+        for row in results.rows:
+            row["repeats"] = repeats
+        made = built(quality(), results)
+        assert ("retrieval" not in made.choices[0].of("default").failed) == kept, repeats
 
 
 def test_answers_in_files_of_their_own_are_paired() -> None:

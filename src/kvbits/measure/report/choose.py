@@ -48,7 +48,7 @@ class Rule:
             f"mean KL to the exact cache at most {self.max_kl:g} nats",
             f"the same likeliest token at least {words.percent(self.min_top1, 0)} of the time",
             f"decoding at least {self.min_speed:g}× as fast as the exact cache, at the longest context measured",
-            f"retrieval at most {100 * self.max_lost:g} points below the exact cache",
+            f"retrieval at most {100 * self.max_lost:g} points below the exact cache (95 % interval)",
             f"no task lost to the exact cache (McNemar, p < {self.significance:g})",
         ]
 
@@ -144,7 +144,7 @@ def _judged(one: Standing, rule: Rule) -> Standing:
         failed["token"] = f"same token {words.percent(one.top1)} < {words.percent(rule.min_top1, 0)}"
     if one.speed is not None and one.speed < rule.min_speed:
         failed["speed"] = f"decodes at {words.times(one.speed)}"
-    if one.found is not None and one.found_exact is not None and one.found_exact - one.found > rule.max_lost + 1e-9:
+    if one.found_most is not None and one.found_exact is not None and one.found_exact - one.found_most > rule.max_lost:
         failed["retrieval"] = f"retrieval {words.percent(one.found, 0)} (exact {words.percent(one.found_exact, 0)})"
     lost = tuple(
         f"{row.get('task')} (p = {words.chance(words.real(row, 'p_value'))})"

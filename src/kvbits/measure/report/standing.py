@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvbits.measure.report.merge import Measured, Row, Run
 from kvbits.measure.report.words import real
+from kvbits.measure.retrieval import wilson
 
 EXACT = ("hf:dynamic", "exact")
 """Schemes that quantize nothing: what the others are compared with."""
@@ -27,6 +28,7 @@ class Standing:
         speed_row: its row at the longest context that has a speed, in the main combination of the run of speed.
         timed: whether the main run of speed has a figure of it.
         found, found_exact: accuracy of retrieval, and that of the exact cache in the same cells.
+        found_most: what it may be, by the 95 % interval of as many prompts.
         compared: its rows of tasks that were tested against the exact cache.
         failures: kinds that failed, each with the reason.
         warnings: what measuring its quality and speed warned of.
@@ -43,6 +45,7 @@ class Standing:
     timed: bool = False
     found: float | None = None
     found_exact: float | None = None
+    found_most: float | None = None
     compared: tuple[Row, ...] = ()
     failures: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -96,10 +99,11 @@ def standings(measured: Measured, bits: str) -> list[Standing]:
     every = []
     for scheme in dict.fromkeys(row["scheme"] for run in runs for row in run.rows):
         rows = (best.get(scheme), fastest.get(scheme))
-        share, share_exact = found.get(scheme, (None, None))
+        share, share_exact, most = found.get(scheme, (None, None, None))
         one = Standing(
             scheme, scheme in EXACT, quality=rows[0], bits=_bits(scheme, rows[0], bits), speed_row=rows[1],
-            timed=scheme in timed, found=share, found_exact=share_exact, compared=compared.get(scheme, ()),
+            timed=scheme in timed, found=share, found_exact=share_exact, found_most=most,
+            compared=compared.get(scheme, ()),
             failures=tuple(failures.get(scheme, ())),
             warnings=tuple(dict.fromkeys(text for row in rows for text in warnings_of(row))),
         )  # fmt: skip
@@ -159,23 +163,28 @@ def _longest(run: Run | None) -> dict[str, Row]:
     return found
 
 
-def _accuracies(run: Run | None) -> dict[str, tuple[float, float | None]]:
-    """Of each scheme the mean accuracy over the cells that the exact cache has too, and that of the exact cache there.
+def _accuracies(run: Run | None) -> dict[str, tuple[float, float | None, float]]:
+    """Of each scheme the mean accuracy over the cells that the exact cache has too, that of the exact cache there, and
+    the most that the scheme's may be.
 
     Where the exact cache has none of its cells, the mean over all of them, and None.
     """
     cells: dict[str, dict[tuple[object, ...], float]] = {}
+    prompts: dict[tuple[str, tuple[object, ...]], int] = {}
     for row in _figures(run):
         if row.get("accuracy") is not None:
             place = tuple(row.get(name) for name in ("task", "length", "depth"))
             cells.setdefault(row["scheme"], {})[place] = float(row["accuracy"])
+            prompts[row["scheme"], place] = int(row.get("repeats") or 0)
     exact = next((cells[name] for name in EXACT if name in cells), {})
-    found: dict[str, tuple[float, float | None]] = {}
+    found: dict[str, tuple[float, float | None, float]] = {}
     for scheme, mine in cells.items():
         shared = [place for place in mine if place in exact] or list(mine)
         mean = sum(mine[place] for place in shared) / len(shared)
         known = shared[0] in exact
-        found[scheme] = (mean, sum(exact[place] for place in shared) / len(shared) if known else None)
+        asked = sum(prompts[scheme, place] for place in shared)
+        most = wilson(round(mean * asked), asked)[1] if asked else mean
+        found[scheme] = (mean, sum(exact[place] for place in shared) / len(shared) if known else None, most)
     return found
 
 
