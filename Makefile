@@ -94,6 +94,7 @@ native: $(VENV)/.stamp-dev
 	build/tests/fuzz $(FUZZ_SECONDS)
 
 # Triton's interpreter does not run on the newest NumPy; neither is pinned, since only these tests need them.
+triton: export TRITON_INTERPRET = 1
 triton: $(VENV)/.stamp-dev
 	@$(PY) -m pip install --quiet $(PIP_FLAGS) 'triton>=3.5,<4' 'numpy<2.4'
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS) tests/test_triton*.py tests/test_static.py
