@@ -53,7 +53,7 @@ def run(scheme: str | None, model: str, rounds: list[list[list[int]]], tokens: i
         found = Path(folder) / "found.json"
         command = [sys.executable, __file__, json.dumps(job), str(found)]
         done = subprocess.run(
-            command, env=environment(scheme), capture_output=True, text=True, timeout=500, check=False
+            command, env=environment(scheme), capture_output=True, text=True, timeout=1200, check=False
         )
         if done.returncode:
             raise RuntimeError(done.stdout[-6000:] + done.stderr[-6000:])
