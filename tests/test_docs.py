@@ -77,14 +77,9 @@ def prose(page: Path) -> str:
 
 
 @pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def generate() -> types.ModuleType:
     """docs/generate.py as a module, and with it docs/measured.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("generate")
 
 
 # -- code ------------------------------------------------------------------------------------------------------------
