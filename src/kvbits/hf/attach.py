@@ -25,7 +25,8 @@ from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration, load_calibration, refuse_uncalibrated
 from kvbits.heads import Heads
 from kvbits.hf.attention import STOCK_OF, ours_for, register
-from kvbits.hf.cache import Columns, KVCache, PackedLayer
+from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.columns import Columns
 from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
 from kvbits.hf.tokens import text_of
 from kvbits.hf.translate import scheme_of_cache_config

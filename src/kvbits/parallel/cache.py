@@ -19,7 +19,8 @@ from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration
 from kvbits.heads import Heads
 from kvbits.hf.attach import Kind, learned_by, make_cache, refuse_unless_served
-from kvbits.hf.cache import Columns, KVCache, PackedLayer, columns_to_crop
+from kvbits.hf.cache import KVCache, PackedLayer, columns_to_crop
+from kvbits.hf.columns import Columns
 from kvbits.hf.handle import Pair
 from kvbits.hf.rotary import Rotaries
 from kvbits.hf.tokens import TokenIds
