@@ -21,6 +21,7 @@ from kvbits.attend.triton_kernel.records import (
     per_token,
     record_at,
     static,
+    zeros_per_channel,
 )
 from kvbits.attend.triton_kernel.rotary import dense, partner, turn_of
 
@@ -80,14 +81,7 @@ def scores_of(
         )  # fmt: skip
         wide_even = tl.reshape(q_even[:, None, :] * scale_even[:, :, None], (KEY.padded // 2, wide))
         wide_odd = tl.reshape(q_odd[:, None, :] * scale_odd[:, :, None], (KEY.padded // 2, wide))
-        zero_even = tl.full([KEY.padded // 2, KEY.columns], KEY.offset, tl.float32)
-        zero_odd = tl.full([KEY.padded // 2, KEY.columns], KEY.offset, tl.float32)
-        if KEY.zero:
-            given_even, given_odd = per_channel(
-                zeros, words, at, last, unit, home, KEY.zero_at, J, KEY, TILE, IN_ORDER
-            )  # fmt: skip
-            zero_even += up(given_even, J, KEY)
-            zero_odd += up(given_odd, J, KEY)
+        zero_even, zero_odd = zeros_per_channel(zeros, words, at, last, unit, home, J, KEY, TILE, IN_ORDER)
         all_even = tl.reshape(rounded(wide_even, TILE.parts), (KEY.padded // 2, KEY.columns, TILE.queries))
         all_odd = tl.reshape(rounded(wide_odd, TILE.parts), (KEY.padded // 2, KEY.columns, TILE.queries))
         terms = all_even * zero_even[:, :, None] + all_odd * zero_odd[:, :, None]

@@ -8,6 +8,7 @@
 import triton
 import triton.language as tl
 
+from kvbits.attend.triton_kernel.codes import up
 from kvbits.attend.triton_kernel.numbers import split_word
 
 TOKEN, CHANNEL, LAYER, STATIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -42,6 +43,22 @@ def per_channel(
     begin = begin // 2 + (J * TILE.slice // SIDE.group + columns % SIDE.slice_groups) * SIDE.units
     word = tl.load(words + begin[None, :] + unit[:, None], mask=(unit < SIDE.units)[:, None], other=0)
     return split_word(word, source.dtype.element_ty)
+
+
+@triton.jit
+def zeros_per_channel(
+    zeros, words, at, last, unit, home, J: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr, IN_ORDER: tl.constexpr,
+):  # fmt: skip
+    """What is taken off the levels of even and of odd channels in slice ``J``, ``[W, COLUMNS]`` each."""
+    even = tl.full([SIDE.padded // 2, SIDE.columns], SIDE.offset, tl.float32)
+    odd = tl.full([SIDE.padded // 2, SIDE.columns], SIDE.offset, tl.float32)
+    if SIDE.zero:
+        given_even, given_odd = per_channel(
+            zeros, words, at, last, unit, home, SIDE.zero_at, J, SIDE, TILE, IN_ORDER
+        )  # fmt: skip
+        even += up(given_even, J, SIDE)
+        odd += up(given_odd, J, SIDE)
+    return even, odd
 
 
 @triton.jit

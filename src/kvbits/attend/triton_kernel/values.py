@@ -21,6 +21,7 @@ from kvbits.attend.triton_kernel.records import (
     per_token,
     record_at,
     static,
+    zeros_per_channel,
 )
 
 
@@ -67,14 +68,7 @@ def add_values(
         scale_even, scale_odd = per_channel(
             scales, words, at, last, unit, home, VALUE.scale_at, J, VALUE, TILE, IN_ORDER
         )  # fmt: skip
-        zero_even = tl.full([VALUE.padded // 2, VALUE.columns], VALUE.offset, tl.float32)
-        zero_odd = tl.full([VALUE.padded // 2, VALUE.columns], VALUE.offset, tl.float32)
-        if VALUE.zero:
-            given_even, given_odd = per_channel(
-                zeros, words, at, last, unit, home, VALUE.zero_at, J, VALUE, TILE, IN_ORDER
-            )  # fmt: skip
-            zero_even += up(given_even, J, VALUE)
-            zero_odd += up(given_odd, J, VALUE)
+        zero_even, zero_odd = zeros_per_channel(zeros, words, at, last, unit, home, J, VALUE, TILE, IN_ORDER)
         sums = tl.sum(tl.reshape(rounded(factor, TILE.parts), (TILE.rows, VALUE.columns, TILE.queries)), 0)
         even += _grouped(units, table, factor, sums, scale_even, zero_even, J, 0, VALUE, TILE)
         odd += _grouped(units, table, factor, sums, scale_odd, zero_odd, J, 1, VALUE, TILE)
