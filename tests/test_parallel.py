@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import Any
 
 import pytest
@@ -177,12 +176,10 @@ def test_what_cannot_be_done_is_refused_on_every_rank(two: list[dict[str, Any]],
 
 
 def test_a_rank_that_ends_ends_the_others() -> None:
-    start = time.monotonic()
     first, second = ranks.run(2, "dies")
     assert second.code == 3
     assert first.code == 1
     assert "kvbits.parallel.ranks.RankLost: rank 0 of 2 lost the others: one of them ended" in first.error
-    assert time.monotonic() - start < ranks.SECONDS
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:

@@ -141,8 +141,9 @@ class KVView:
         """
         if self.share is not None:
             raise NotImplementedError(
-                "this layer's keys and values are spread over several ranks and cannot be decoded in one place; use "
-                "the attention that kvbits.attach gives the model (no dropout, no output_attentions)"
+                "this layer's keys and values are spread over several ranks and cannot be decoded in one place: "
+                "leave out what needs that (output_attentions, dropout), and take a model whose layers kvbits.explain "
+                "does not call decoded"
             )
         if self.blocks.longest == 0 and self.rows.valid is None and self.dropped == 0:
             return self.keys[:, :, self.offset :], self.values[:, :, self.offset :]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
@@ -67,34 +68,30 @@ def bits_at(cache: Cache, tokens: int = LONG_TOKENS) -> float | None:
     Returns:
         None where a cache has no layer that sees the whole text.
     """
-    if not isinstance(cache, KVCache):
-        return _peer_bits_at(cache, tokens)
-    held = [x.core for x in cache.packed_layers if x.core.keys is not None]
-    alike = Counter(map(_shape, held))
-    one = {_shape(core): core for core in held}
+    held = _held(cache) if isinstance(cache, KVCache) else _held_by_peer(cache)
+    alike, one = Counter(shape for shape, _ in held), dict(held)
     total = count = 0
     for shape, layers in alike.items():
-        layer = _filled(one[shape], tokens)
-        total += layers * sum(layer.nbytes().values())
-        count += layers * layer.elements
+        nbytes, held_elements = one[shape](tokens)
+        total += layers * nbytes
+        count += layers * held_elements
     return 8 * total / count if count else None
 
 
-def _peer_bits_at(cache: Cache, tokens: int) -> float | None:
-    """:func:`bits_at` of one of Transformers' own caches."""
+_Fill: TypeAlias = Callable[[int], tuple[int, int]]
+"""A number of tokens to the bytes and elements of a layer that has read so many."""
+
+
+def _held(cache: KVCache) -> list[tuple[Hashable, _Fill]]:
+    """Of each layer that holds anything, what its bytes depend on, and how one like it is filled."""
+    return [(_shape(x.core), partial(_filled, x.core)) for x in cache.packed_layers if x.core.keys is not None]
+
+
+def _held_by_peer(cache: Cache) -> list[tuple[Hashable, _Fill]]:
+    """The same of one of Transformers' own caches."""
     full = [x for x in cache.layers if type(x) is DynamicLayer or isinstance(cache, QuantizedCache)]
-    held = [(_peer_heads(x), x) for x in full if isinstance(x, DynamicLayer) and x.get_seq_length()]
-    alike = Counter((type(layer), heads) for heads, layer in held)
-    one: dict[Hashable, Any] = {(type(layer), heads): layer for heads, layer in held}
-    total = count = 0
-    for (kind, of), layers in alike.items():
-        layer = copy.copy(one[kind, of])
-        keys, values = (_random(heads, tokens, channels, layer.device) for heads, channels in of)
-        layer.__dict__.update(is_initialized=False, keys=None, values=None)
-        layer.update(keys, values)
-        total += layers * storage_bytes(layer)
-        count += layers * (keys.numel() + values.numel())
-    return 8 * total / count if count else None
+    held = [x for x in full if isinstance(x, DynamicLayer) and x.get_seq_length()]
+    return [((type(layer), _peer_heads(layer)), partial(_filled_peer, layer)) for layer in held]
 
 
 def _peer_heads(layer: Any) -> tuple[tuple[int, int], ...]:
@@ -119,11 +116,21 @@ def _shape(core: LayerCache) -> Hashable:
     return str(core.scheme), core.window, core.rotary is None, learned, heads, key_channels, value_channels
 
 
-def _filled(core: LayerCache, tokens: int) -> LayerCache:
+def _filled(core: LayerCache, tokens: int) -> tuple[int, int]:
+    """Bytes and elements of a layer like this one after a prompt."""
     assert core.keys is not None and core.values is not None
     keys, values = (_random(x.shape[1], tokens, x.shape[3], x.device) for x in (core.keys, core.values))
     layer = LayerCache(core.scheme, core.window, core.name, core.rotary, core.learned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random values may lie outside the range that a calibration has seen
         layer.append(keys, values)
-    return layer
+    return sum(layer.nbytes().values()), layer.elements
+
+
+def _filled_peer(held: Any, tokens: int) -> tuple[int, int]:
+    """The same of a layer of Transformers' own."""
+    layer = copy.copy(held)
+    keys, values = (_random(heads, tokens, channels, layer.device) for heads, channels in _peer_heads(held))
+    layer.__dict__.update(is_initialized=False, keys=None, values=None)
+    layer.update(keys, values)
+    return storage_bytes(layer), keys.numel() + values.numel()
