@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -61,6 +64,15 @@ def blocks_here(cache: kvbits.KVCache) -> list[int]:
     return [sum(layer.core.store.counts) for layer in cache.packed_layers]
 
 
+@contextmanager
+def most_computed(model: PreTrainedModel) -> Iterator[list[int]]:
+    """How many tokens this rank computes in each call."""
+    counts: list[int] = []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1]))
+    yield counts
+    hook.remove()
+
+
 def refusal(action: Any, *arguments: Any, **options: Any) -> str:
     """What an action that must be refused says."""
     try:
@@ -78,16 +90,18 @@ def generation() -> dict[str, Any]:
     model, ids, found = tiny(), prompt(300), {}
     for scheme in schemes():
         alone_cache, cache = kvbits.cache_for(model, scheme), parallel.cache_for(model, scheme, run=2)
-        alone, together = generated(model, ids, alone_cache), generated(model, ids, cache)
+        alone = generated(model, ids, alone_cache)
+        with most_computed(model) as computed:
+            together = generated(model, ids, cache)
         found[scheme] = {
             "alone": alone, "together": together, "of": blocks_here(alone_cache), "here": blocks_here(cache),
-            "bytes": cache.nbytes.total, "bytes_alone": alone_cache.nbytes.total,
+            "bytes": cache.nbytes.total, "bytes_alone": alone_cache.nbytes.total, "computed": max(computed),
         }  # fmt: skip
     return found
 
 
 def sliced() -> dict[str, Any]:
-    """A prompt that each rank reads a slice of, in chunks, then ``generate``; alone in the same chunks."""
+    """A prompt that each rank reads a slice of, in chunks, before and within ``generate``; alone in the same chunks."""
     model, ids, found = tiny(), prompt(701), {}
     for scheme in schemes()[-4:]:
         alone_cache, cache = kvbits.cache_for(model, scheme), parallel.cache_for(model, scheme, run=1)
@@ -97,7 +111,13 @@ def sliced() -> dict[str, Any]:
                 model(chunk, **{cache_name(model): alone_cache})
         read = cache.tokens.tolist() == ids[:, :-1].tolist()
         alone, together = generated(model, ids, alone_cache), generated(model, ids, cache)
-        found[scheme] = {"alone": alone, "together": together, "read": read, "here": blocks_here(cache)}
+        within_cache = parallel.cache_for(model, scheme, run=1)
+        with patch("kvbits.parallel.cache.CHUNK_TOKENS", 200):
+            within = generated(model, ids, within_cache)
+        read = read and within_cache.tokens.tolist() == cache.tokens.tolist()
+        found[scheme] = {
+            "alone": alone, "together": together, "within": within, "read": read, "here": blocks_here(cache)
+        }  # fmt: skip
     return found
 
 

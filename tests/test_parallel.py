@@ -133,6 +133,12 @@ def test_ranks_generate_what_one_process_does(ranks_found: list[dict[str, Any]],
     for rank in ranks_found:
         for scheme, one in rank[scene].items():
             assert one["together"] == one["alone"], (scene, scheme)
+            assert one.get("within", one["alone"]) == one["alone"], (scene, scheme)
+
+
+def test_generate_computes_a_slice_of_the_prompt(ranks_found: list[dict[str, Any]]) -> None:
+    for rank in ranks_found:
+        assert {one["computed"] for one in rank["generation"].values()} == {299 // len(ranks_found)}
 
 
 def test_every_rank_holds_its_share_of_the_blocks_and_none_of_the_others(ranks_found: list[dict[str, Any]]) -> None:

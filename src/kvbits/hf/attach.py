@@ -404,6 +404,8 @@ class _Announcer:
             cache = cache_for(module, self.attachment.scheme, **options)
             args, kwargs = self._with(cache_name(module), cache, args, kwargs)
         if isinstance(cache, KVCache):
+            if self.attachment is not None:
+                args, kwargs = self._read_ahead(module, cache, args, kwargs)
             cache.begin(id(self))
             mask = self._argument("attention_mask", args, kwargs)
             padding = isinstance(mask, torch.Tensor) and mask.ndim == 2
@@ -419,6 +421,29 @@ class _Announcer:
         cache = self._cache(args, kwargs)
         if isinstance(cache, KVCache):
             cache.end(id(self), failed=output is None)
+
+    def _read_ahead(
+        self, module: Any, cache: KVCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let the cache read what the caller wants no logits of; the arguments of the call for the rest."""
+        ids = text_of({**dict(zip(self.names, args, strict=False)), **kwargs})
+        keep = self._argument("logits_to_keep", args, kwargs)
+        some = ids is not None and type(keep) is int and 0 < keep < ids.shape[1]
+        if not some or self._wants_more(module, args, kwargs):
+            return args, kwargs
+        done = cache.read_ahead(module, ids[:, :-keep], self._argument("attention_mask", args, kwargs))
+        for name in ("input_ids", "position_ids", "cache_position") if done else ():
+            if isinstance(given := self._argument(name, args, kwargs), torch.Tensor):
+                args, kwargs = self._with(name, given[..., done:], args, kwargs)
+        return args, kwargs
+
+    def _wants_more(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call is for more than the last logits: a loss, gradients, what layers return."""
+        if torch.is_grad_enabled() or self._argument("labels", args, kwargs) is not None:
+            return True
+        wanted = ("output_hidden_states", "output_attentions")
+        given = {name: self._argument(name, args, kwargs) for name in wanted}
+        return any(getattr(module.config, name, False) if x is None else x for name, x in given.items())
 
     def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
         given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
@@ -447,7 +472,7 @@ class _Announcer:
         self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with another value, in the place where the caller gave one."""
-        position = self.names.index(name)
+        position = self.names.index(name) if name in self.names else len(args)
         if position < len(args):
             return (*args[:position], value, *args[position + 1 :]), kwargs
         return args, {**kwargs, name: value}

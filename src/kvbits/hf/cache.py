@@ -242,6 +242,14 @@ class KVCache(Cache):
         if self._forward_of is not None:
             self._touched[layer] = columns
 
+    def read_ahead(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None) -> int:
+        """Read some of the ids ``[B, n]`` of a call whose logits are not wanted, before it; here none.
+
+        Returns:
+            How many columns have been read; the call is then made without them.
+        """
+        return 0
+
     def begin(self, forward_of: int) -> None:
         """A forward begins: of the model ``forward_of`` (its hook's id), or of a decoder inside one that runs already.
 

@@ -4,7 +4,6 @@ Start the processes with ``torchrun``, on one machine or on many, and run the sa
 
     torch.distributed.init_process_group()
     cache = kvbits.parallel.cache_for(model, "kivi2")
-    kvbits.parallel.prefill(model, ids[:, :-1], cache)
     model.generate(ids, cache=cache)
 """
 

@@ -24,12 +24,16 @@ from kvbits.hf.columns import Columns
 from kvbits.hf.handle import Pair
 from kvbits.hf.rotary import Rotaries
 from kvbits.hf.tokens import TokenIds
+from kvbits.parallel import slices
 from kvbits.parallel.layer import SharedLayer
 from kvbits.parallel.ranks import TIMEOUT_SECONDS, Ranks
 from kvbits.rotary import Rotary
 from kvbits.scheme import RESIDUAL_TOKENS, Scheme
 from kvbits.turns import RUN_BLOCKS, Turns
 from kvbits.types import Params
+
+CHUNK_TOKENS = 4096
+"""Of a prompt, read at a time by all ranks together."""
 
 
 def cache_for(
@@ -85,6 +89,11 @@ def _core(
     return SharedLayer(scheme, name, rotary, learned, ranks, turns)
 
 
+def padded(mask: torch.Tensor | None) -> bool:
+    """Whether a mask calls any column padding."""
+    return mask is not None and not bool((mask != 0).all())
+
+
 class SharedColumns(Columns):
     """As :class:`Columns`, and sees to it that all ranks read the same.
 
@@ -117,7 +126,7 @@ class SharedColumns(Columns):
             raise ValueError(
                 "a shared context is read from input_ids alone: no embeddings, no pictures and no mask of one's own"
             )
-        if mask is not None and not bool((mask != 0).all()):
+        if padded(mask):
             raise ValueError(
                 "a shared context has no padding: pass prompts of one length, or one by one (attention_mask all ones)"
             )
@@ -185,6 +194,12 @@ class SharedCache(KVCache):
             self.columns.chunk = None
             for layer in self.shared_layers:
                 layer.sliced = False
+
+    def read_ahead(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None) -> int:
+        """See :meth:`KVCache.read_ahead`: each rank computes its slice of the prompt, as :func:`prefill` does."""
+        if self.columns.chunk is not None or slices.why_not(model, self) or padded(mask):
+            return 0
+        return slices.read(model, ids, self, CHUNK_TOKENS)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` columns.
