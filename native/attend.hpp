@@ -5,6 +5,7 @@
 #pragma once
 
 #include "job.hpp"
+#include "query.hpp"
 #include "rope.hpp"
 #include "values.hpp"
 
@@ -19,8 +20,6 @@ template <class T> inline T* take(uintptr_t& memory, int64_t count) {
     memory += uintptr_t((count * int64_t(sizeof(T)) + 63) / 64 * 64 + 64);  // vectors may touch one vector more
     return here;
 }
-
-inline int padded(int count, int to = 16) { return (count + to - 1) / to * to; }
 
 // Everything a thread needs beside its piece; sizes depend on the job alone.
 struct Scratch {
@@ -74,7 +73,6 @@ struct Scratch {
         s.zero_v = take<float>(memory, int64_t(groups_v) * longest + 16);
         s.float_work = take<float>(memory, int64_t(groups_k > groups_v ? groups_k : groups_v) * longest + 16);
         s.query = take<float>(memory, int64_t(rows) * s.key_width);
-        s.packed = take<float>(memory, int64_t(rows) * s.key_width);
         s.score = take<float>(memory, int64_t(batch_rows) * s.tokens);
         s.bias = take<float>(memory, s.tokens);
         s.keys = take<float>(memory, int64_t(s.key_width) * 16);
@@ -120,6 +118,7 @@ template <class I> struct Piece {
     const ShortLevels short_levels;
     const bool shorts;             // whether keys turn as numbers of sixteen bits
     int batch = 0, head = 0;
+    const float* packed = nullptr; // the query as it meets packed keys
     Tiles keys{}, values{};        // of the current block
 
     Piece(const Job& j, uint8_t* scratch)
@@ -134,30 +133,16 @@ template <class I> struct Piece {
 
     // -- the query -----------------------------------------------------------------------------------------------
 
-    void read_query(const Array& from, float* out, float factor) const {
-        for (int r = 0; r < job.rows(); ++r) {
-            float* row = out + int64_t(r) * s.key_width;
-            const int q_head = head * job.group + r / job.queries;
-            to_float<I>(from.type, from.at(batch, q_head, r % job.queries), job.record.key.channels, row);
-            for (int c = 0; c < job.record.key.channels; ++c) row[c] *= factor;
-            for (int c = job.record.key.channels; c < s.key_width; ++c) row[c] = 0;
-        }
-    }
-
-    // Begin with row b of the batch and KV head h.
-    KVBITS_STAGE void begin(int b, int h, bool packed) {
+    // Begin with row b of the batch and KV head h. `turned`: its query rows as packed keys need them, or nothing.
+    KVBITS_STAGE void begin(int b, int h, bool is_packed, const float* turned) {
         batch = b;
         head = h;
         const Side& k = job.record.key;
-        read_query(job.query, s.query, job.scaling);
-        if (!packed) return;
-        const Array& rotated = job.packed_query;
-        if (rotated.data)
-            read_query(rotated, s.packed, job.scaling);
-        else
-            std::memcpy(s.packed, s.query, sizeof(float) * size_t(job.rows()) * s.key_width);
+        read_query<I>(job, batch, head, s.query);
+        if (!is_packed) return;
+        packed = turned ? turned : s.query;
         for (int r = 0; r < job.rows(); ++r) meet_mean(r);
-        if (!job.turned) lay_side_by_side(s.packed);
+        if (!job.turned) lay_side_by_side(packed);
         if (float_path()) return;
         if (k.per == Per::token) prepare_per_token();
         if (k.per == Per::channel && k.fixed) prepare_fixed();
@@ -197,7 +182,7 @@ template <class I> struct Piece {
         }
         if (!job.turned) return;
         for (int r = 0; r < job.rows(); ++r) {
-            const float* row = s.packed + int64_t(r) * s.key_width;
+            const float* row = packed + int64_t(r) * s.key_width;
             float* back = s.back + int64_t(r) * s.key_width;
             turn_back(row, cos, sin, pairs, job.steps->interleaved, back);
             for (int c = 2 * pairs; c < s.key_width; ++c) back[c] = row[c];
@@ -222,7 +207,7 @@ template <class I> struct Piece {
                 const int count = 4 * (here.last - here.first);
                 float* x = s.weights;  // the group's channels, zeros around
                 for (int i = 0; i < padded(count, 64); ++i) x[i] = 0;
-                for (int c = here.begin; c < here.end; ++c) x[c - 4 * here.first] = s.packed[int64_t(r) * s.key_width + c];
+                for (int c = here.begin; c < here.end; ++c) x[c - 4 * here.first] = packed[int64_t(r) * s.key_width + c];
                 s.halves[r * k.groups + g] = halve<I>(x, padded(count, I::W), s.query_high + at, s.query_low + at);
                 at += padded(k.length + 8, 64);
             }
@@ -236,7 +221,7 @@ template <class I> struct Piece {
         const float* scale = job.key_scale + int64_t(head) * k.channels;
         for (int r = 0; r < job.rows(); ++r) {
             for (int c = 0; c < s.key_width; ++c)
-                s.weights[c] = c < k.channels ? s.packed[int64_t(r) * s.key_width + c] * scale[c] : 0;
+                s.weights[c] = c < k.channels ? packed[int64_t(r) * s.key_width + c] * scale[c] : 0;
             s.halves[r] = halve<I>(s.weights, s.key_width, s.query_high + int64_t(r) * width, s.query_low + int64_t(r) * width);
             if (!k.zero) continue;
             float constant = 0;
@@ -322,7 +307,7 @@ template <class I> struct Piece {
                         continue;
                     }
                     const float *scale = s.scale_k + int64_t(g) * k.channels, *zero = s.zero_k + int64_t(g) * k.channels;
-                    const float* query = s.packed + int64_t(row) * s.key_width;
+                    const float* query = packed + int64_t(row) * s.key_width;
                     f32 sum_of_zeros{};
                     for (int c = 0; c < s.key_width; c += I::W) {
                         const f32 x = c + I::W <= k.channels ? load<f32>(query + c) * load<f32>(scale + c) : last(query, scale, c);
@@ -355,7 +340,7 @@ template <class I> struct Piece {
     void float_scores(const uint8_t* record, int first_row, int rows) {
         const Side& k = job.record.key;
         const int tokens = job.record.tokens;
-        const float* query = job.turned ? s.back : s.packed;
+        const float* query = job.turned ? s.back : packed;
         const bool apply = job.turned || k.per == Per::channel;
         for (int t = 0; t < tokens; t += 16) {
             const int here = tokens - t < 16 ? tokens - t : 16;

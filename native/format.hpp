@@ -18,6 +18,10 @@ inline int size_of(Type type) {
     }
 }
 
+constexpr int most_channels = 512;
+
+inline int padded(int count, int to = 16) { return (count + to - 1) / to * to; }
+
 // One side (keys or values) of a record.
 struct Side {
     int bits = 0;                  // of a code; 0 where elements are exact

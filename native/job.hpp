@@ -21,7 +21,7 @@ struct Array {
 struct Job {
     Record record;
     int batch = 0, heads = 0, group = 1, queries = 1;  // KV heads; query heads of each; query tokens
-    Array query, packed_query, output;                 // [B, Hq, q, D]; packed_query: as packed keys need it, or nothing
+    Array query, output;                               // [B, Hq, q, D]
     const uint8_t* pool = nullptr;                     // [P, H, record bytes]
     const int64_t* table = nullptr;                    // [B, N], rows table_stride elements apart
     int64_t table_stride = 0;
@@ -31,7 +31,8 @@ struct Job {
     std::vector<int> held;                             // exact tokens of each row
     int sinks = 0, dropped = 0;
     const float *key_scale = nullptr, *key_zero = nullptr, *value_scale = nullptr, *value_zero = nullptr;
-    const float *key_mean = nullptr, *value_mean = nullptr, *value_rotation = nullptr;
+    const float *key_mean = nullptr, *key_balance = nullptr, *value_mean = nullptr;  // [H, D]
+    const float *key_rotation = nullptr, *value_rotation_back = nullptr;  // [D, D]: packed = key @ rotation; value = packed @ back
     const Steps* steps = nullptr;                      // where packed keys, or their means, have rotary angles:
     const float *base_cos = nullptr, *base_sin = nullptr;  // of the first token of each block, [B or 1, N, pairs];
     int64_t base_batch = 0, base_block = 0;                // strides in elements
@@ -46,6 +47,7 @@ struct Job {
     const float* sink_logits = nullptr;                // [Hq]
     float* log_sums = nullptr;                         // [B, Hq, q], written: log of the sum of exp(score); or nothing
 
+    bool turns_query() const { return key_rotation || key_balance; }
     int rows() const { return group * queries; }
     int pairs() const { return steps ? steps->pairs : 0; }
 };

@@ -19,7 +19,10 @@ struct Kernels {
     bool (*supported)();
     int64_t (*scratch_bytes)(const Job&);
     int (*value_width)(const Job&);
-    void (*attend)(const Job&, const Span&, Partial&, uint8_t* scratch);
+    // The query rows of one row of the batch and KV head as packed keys meet them, rows of padded(channels) floats.
+    void (*turn_query)(const Job&, int batch, int head, float* out);
+    // `turned`: what that has written, or nothing.
+    void (*attend)(const Job&, const Span&, const float* turned, Partial&, uint8_t* scratch);
     // Join the partials of one row and KV head, `packed` of them of packed tokens first, into the output.
     void (*merge)(const Job&, int batch, int head, Partial* partials, int count, int packed, uint8_t* scratch);
     // Decode one block of one side into `out`, [tokens] rows `stride` bytes apart.

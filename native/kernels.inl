@@ -9,10 +9,10 @@
 namespace kvbits {
 namespace {
 
-void attend(const Job& job, const Span& span, Partial& partial, uint8_t* scratch) {
+void attend(const Job& job, const Span& span, const float* turned, Partial& partial, uint8_t* scratch) {
     Piece<Isa> piece(job, scratch);
     partial.clear();
-    piece.begin(span.batch, span.head, span.packed);
+    piece.begin(span.batch, span.head, span.packed, turned);
     if (span.packed)
         for (int n = span.first; n < span.last; ++n) piece.meet_block(partial, n);
     else
@@ -38,18 +38,13 @@ void merge(const Job& job, int batch, int head, Partial* partials, int count, in
             const float factor = __builtin_expf(partials[p].top(r) - top), here = factor * partials[p].weight(r);
             weight += here;
             if (p < packed) packed_weight += here;
-            float* sum = sums[p < packed && job.value_rotation ? 1 : 0];
+            float* sum = sums[p < packed && job.value_rotation_back ? 1 : 0];
             const float* total = partials[p].total(r);
             for (int c = 0; c < width; c += Isa::W)
                 store(sum + c, Isa::fma(load<f32>(total + c), splat<f32>(factor), load<f32>(sum + c)));
         }
         float* out = sums[0];
-        if (job.value_rotation)  // packed = value @ rotation, so value = packed @ rotation^T
-            for (int c = 0; c < channels; ++c) {
-                float dot = 0;
-                for (int i = 0; i < channels; ++i) dot += sums[1][i] * job.value_rotation[int64_t(c) * channels + i];
-                out[c] += dot;
-            }
+        if (job.value_rotation_back) add_product<Isa>(sums[1], job.value_rotation_back, channels, out);
         if (job.value_mean)
             for (int c = 0; c < channels; ++c) out[c] += packed_weight * job.value_mean[int64_t(head) * channels + c];
         const float inverse = weight == 0 ? 0.0f : 1.0f / weight;
@@ -63,7 +58,7 @@ void merge(const Job& job, int batch, int head, Partial* partials, int count, in
 }  // namespace
 
 extern const Kernels KVBITS_EXPORT = {
-    Isa::name, Isa::supported, Scratch::bytes, value_width, attend, merge, decode_block<Isa>, decode_scratch<Isa>,
+    Isa::name, Isa::supported, Scratch::bytes, value_width, turn_query<Isa>, attend, merge, decode_block<Isa>, decode_scratch<Isa>,
     encode_block<Isa>, encode_scratch<Isa>, hadamard_block<Isa>, hadamard_scratch,
 };
 

@@ -60,7 +60,7 @@ Side side_of(const nb::dict& from, int tokens, int64_t record) {
     side.zero = field<bool>(from, "zero");
     side.fixed = field<bool>(from, "fixed");
     side.outliers = field<int>(from, "outliers");
-    require(side.channels > 0 && side.channels % 8 == 0 && side.channels <= 512, "channels must be a multiple of 8 up to 512");
+    require(side.channels > 0 && side.channels % 8 == 0 && side.channels <= most_channels, "channels must be a multiple of 8 up to 512");
     int64_t code_bytes;
     if (side.levels == Levels::exact) {
         require(side.type == Type::f32 || side.type == Type::bf16 || side.type == Type::f16, "exact elements of an unknown type");
@@ -120,8 +120,7 @@ std::vector<int> counts_of(nb::handle counts, int batch, int64_t most, const cha
     return all;
 }
 
-void attend_tensors(const Record& record, int isa, int threads, nb::handle output, nb::handle query, nb::handle packed_query, nb::handle pool,
-            nb::handle table, nb::handle counts, int first_token, nb::handle keys, nb::handle values, nb::handle held, int sinks,
+void attend_tensors(const Record& record, int isa, int threads, nb::handle output, nb::handle query, nb::handle pool, nb::handle table, nb::handle counts, int first_token, nb::handle keys, nb::handle values, nb::handle held, int sinks,
             int dropped, nb::handle statics, nb::handle transforms, nb::handle mask, nb::handle column_of, int64_t offset,
             int64_t first_query_column, int64_t window, bool packed_visible, bool exact_visible, float scaling, float softcap,
             nb::handle sink_logits, nb::handle log_sums) {
@@ -131,7 +130,6 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
     job.keys = array_of(keys, "keys", 4, element_types);
     job.values = array_of(values, "values", 4, element_types);
     job.query = array_of(query, "query", 4, element_types);
-    job.packed_query = array_of(packed_query, "packed_query", 4, element_types, true);
     job.output = array_of(output, "output", 4, element_types);
     const int64_t batch = job.keys.shape[0], heads = job.keys.shape[1], q_heads = job.query.shape[1], queries = job.query.shape[2];
     require(batch > 0 && heads > 0 && queries > 0 && batch * heads < (1 << 24) && q_heads < (1 << 24) &&
@@ -142,8 +140,6 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
     require(job.query.shape[0] == batch && job.query.shape[3] == k.channels && q_heads % heads == 0 && q_heads > 0, "query does not fit the keys");
     require(job.output.shape[0] == batch && job.output.shape[1] == q_heads && job.output.shape[2] == queries && job.output.shape[3] == v.channels,
             "output does not fit query and values");
-    if (job.packed_query.type != Type::none)
-        for (int i = 0; i < 4; ++i) require(job.packed_query.shape[i] == job.query.shape[i], "packed_query does not fit query");
     job.batch = int(batch);
     job.heads = int(heads);
     job.group = int(q_heads / heads);
@@ -192,15 +188,18 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
 
     if (!transforms.is_none()) {
         const auto all = cast<nb::tuple>(transforms, "transforms");
-        require(all.size() == 7, "transforms are key mean, value mean, value rotation, steps, base cos, base sin, whole");
+        require(all.size() == 9, "transforms are key mean, key balance, key rotation, value mean, value rotation back, steps, "
+                                 "base cos, base sin, whole");
         job.key_mean = floats_of(all[0], "key mean", {heads, k.channels});
-        job.value_mean = floats_of(all[1], "value mean", {heads, v.channels});
-        job.value_rotation = floats_of(all[2], "value rotation", {v.channels, v.channels});
-        if (!all[3].is_none()) {
-            require(nb::isinstance<Steps>(all[3]), "steps are not Steps");
-            job.steps = nb::cast<const Steps*>(all[3]);
+        job.key_balance = floats_of(all[1], "key balance", {heads, k.channels});
+        job.key_rotation = floats_of(all[2], "key rotation", {k.channels, k.channels});
+        job.value_mean = floats_of(all[3], "value mean", {heads, v.channels});
+        job.value_rotation_back = floats_of(all[4], "value rotation back", {v.channels, v.channels});
+        if (!all[5].is_none()) {
+            require(nb::isinstance<Steps>(all[5]), "steps are not Steps");
+            job.steps = nb::cast<const Steps*>(all[5]);
             require(job.steps->tokens == record.tokens && 2 * job.steps->pairs <= k.channels, "steps do not fit the keys");
-            const Array cos = array_of(all[4], "base cos", 3, {Type::f32}), sin = array_of(all[5], "base sin", 3, {Type::f32});
+            const Array cos = array_of(all[6], "base cos", 3, {Type::f32}), sin = array_of(all[7], "base sin", 3, {Type::f32});
             for (int i = 0; i < 3; ++i) require(cos.shape[i] == sin.shape[i] && cos.stride[i] == sin.stride[i], "base cos and sin differ");
             require((cos.shape[0] == 1 || cos.shape[0] == batch) && cos.shape[2] == job.steps->pairs, "base cos does not fit the keys");
             require(cos.shape[1] >= most, "base cos has too few rows for the blocks");
@@ -208,8 +207,8 @@ void attend_tensors(const Record& record, int isa, int threads, nb::handle outpu
             job.base_sin = reinterpret_cast<const float*>(sin.data);
             job.base_batch = cos.shape[0] == 1 ? 0 : cos.stride[0] / 4;
             job.base_block = cos.stride[1] / 4;
-            job.turned = cast<bool>(all[6], "whole");
-            require(!job.turned || !job.packed_query.data, "rotated keys cannot be stored before the rotary embedding");
+            job.turned = cast<bool>(all[8], "whole");
+            require(!job.turned || !job.turns_query(), "rotated keys cannot be stored before the rotary embedding");
         }
     }
 
@@ -296,7 +295,7 @@ NB_MODULE(_native, m) {
         .def("__init__", [](Steps* self, nb::handle cos, nb::handle sin, bool interleaved) {
             new (self) Steps(steps_of(cos, sin, interleaved));
         }, nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("interleaved"));
-    m.def("attend", &attend_tensors, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+    m.def("attend", &attend_tensors, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none() = nb::none());
     m.def("decode", &decode_tensors, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());

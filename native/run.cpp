@@ -53,10 +53,30 @@ Plan plan_of(const Job& job, int threads) {
     return plan;
 }
 
+constexpr int few_rows = 64;  // are done before a second thread wakes
+
+// The queries of all rows and heads as packed keys meet them: once, not for every span.
+const float* turned_queries(const Job& job, const Kernels& kernels, int threads, int64_t each) {
+    thread_local std::unique_ptr<float[]> memory;
+    thread_local int64_t held = 0;
+    const int64_t count = int64_t(job.batch) * job.heads;
+    if (each * count > held) {
+        held = each * count;
+        memory.reset(new float[size_t(held)]);
+    }
+    float* out = memory.get();
+    parallel(count, job.rows() * count > few_rows ? threads : 1, [&](int64_t index) {
+        kernels.turn_query(job, int(index / job.heads), int(index % job.heads), out + index * each);
+    });
+    return out;
+}
+
 }  // namespace
 
 void attend(const Job& job, const Kernels& kernels, int threads) {
     const Plan plan = plan_of(job, threads);
+    const int64_t turned_each = int64_t(job.rows()) * padded(job.record.key.channels);
+    const float* turned = job.turns_query() ? turned_queries(job, kernels, threads, turned_each) : nullptr;
     const int width = kernels.value_width(job), rows = job.rows();
     const int64_t each = Partial::floats(rows, width);
     thread_local std::unique_ptr<float[]> memory;
@@ -80,7 +100,8 @@ void attend(const Job& job, const Kernels& kernels, int threads) {
         const int packed = plan.packed[size_t(span.batch)], count = packed + plan.exact[size_t(span.batch)];
         uint8_t* scratch = scratch_of_thread(scratch_bytes);
         Partial* all = &partials[size_t(plan.first_partial[size_t(span.batch)] + span.head * count)];
-        kernels.attend(job, span, all[span.slot], scratch);
+        const int64_t own = (int64_t(span.batch) * job.heads + span.head) * turned_each;
+        kernels.attend(job, span, turned ? turned + own : nullptr, all[span.slot], scratch);
         if (missing[size_t(span.batch * job.heads + span.head)].fetch_sub(1) == 1)
             kernels.merge(job, span.batch, span.head, all, count, packed, scratch);
     });

@@ -486,6 +486,10 @@ def means(view: KVView, side: str) -> torch.Tensor:
     return random(like.shape[1], like.shape[3], seed=len(side)) * 2
 
 
+def balance_of(view: KVView) -> torch.Tensor:
+    return random(view.keys.shape[1], view.keys.shape[3], seed=7).exp()
+
+
 TRANSFORMS: dict[str, Callable[[KVView], tuple[Transform, Transform]]] = {
     "nothing": lambda view: (Transform(), Transform()),
     "key mean": lambda view: (Transform(means(view, "keys")), Transform()),
@@ -513,6 +517,14 @@ TRANSFORMS: dict[str, Callable[[KVView], tuple[Transform, Transform]]] = {
     ),
     "RoPE off the mean, rotated": lambda view: (
         Transform(means(view, "keys"), rotation_of(64), rope_of(view, 32), whole=False),
+        Transform(rotation=rotation_of(64)),
+    ),
+    "RoPE off the mean, balanced": lambda view: (
+        Transform(means(view, "keys"), rope=rope_of(view, 32), whole=False, balance=balance_of(view)),
+        Transform(),
+    ),
+    "RoPE off the mean, balanced and rotated": lambda view: (
+        Transform(means(view, "keys"), rotation_of(64), rope_of(view, 32), False, balance_of(view)),
         Transform(rotation=rotation_of(64)),
     ),
     "partial RoPE off the mean of each row": lambda view: (
@@ -561,12 +573,29 @@ def test_transforms(name: str, stored: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ("RoPE of each row", "RoPE and means", "means and rotations", "RoPE off the mean, rotated")
+    "name",
+    (
+        "RoPE of each row",
+        "RoPE and means",
+        "means and rotations",
+        "RoPE off the mean, rotated",
+        "RoPE off the mean, balanced and rotated",
+    ),
 )
 @pytest.mark.parametrize("stored", ("kivi4", "fp8", "one outlier"))
 def test_transforms_of_more_rows_than_one_batch_of_queries(stored: str, name: str) -> None:
     view = transformed(stored_as(stored, (150, 70)), name)
     assert_native(Call(query_for(view, PLAIN, 70), view, 0.125, boolean(view, 6, 70, 2), softcap=3.0))
+
+
+@each_isa
+@pytest.mark.parametrize("channels", (8, 24, 40, 72, 80, 112, 136, 256, 512))
+def test_rotations_of_any_number_of_channels(channels: int, isa: str) -> None:
+    shape = Shape(2, 3, channels, channels)
+    view = view_of(shape, (150, 5))
+    turned = (Transform(rotation=rotation_of(channels)), Transform(rotation=rotation_of(channels)))
+    view = dataclasses.replace(view, key_transform=turned[0], value_transform=turned[1])
+    assert_native(Call(query_for(view, shape, 5), view, channels**-0.5))
 
 
 @each_isa
@@ -1052,7 +1081,6 @@ def arguments(**changes: Any) -> list[Any]:
         "threads": 1,
         "output": torch.zeros(2, 6, 3, 64),
         "query": torch.zeros(2, 6, 3, 64),
-        "packed_query": None,
         "pool": torch.zeros(4, 2, RECORD_BYTES, dtype=torch.uint8),
         "table": torch.tensor([[0, 1], [2, 3]]),
         "counts": (2, 2),
@@ -1088,7 +1116,7 @@ def unaligned(x: torch.Tensor) -> torch.Tensor:
 
 def transforms(**changes: Any) -> dict[str, Any]:
     good = {
-        "key_mean": None, "value_mean": None, "rotation": None,
+        "key_mean": None, "key_balance": None, "key_rotation": None, "value_mean": None, "value_back": None,
         "steps": None, "base_cos": None, "base_sin": None, "whole": True,
     }  # fmt: skip
     assert changes.keys() <= good.keys()
@@ -1136,8 +1164,11 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "enormous",
     ),
-    "packed query of other heads": ({"packed_query": torch.zeros(2, 4, 3, 64)}, "packed_query does not fit"),
-    "packed query of fewer queries": ({"packed_query": torch.zeros(2, 6, 1, 64)}, "packed_query does not fit"),
+    "balance of query heads": (transforms(key_balance=torch.zeros(6, 64)), "key balance has the wrong shape"),
+    "key rotation of other channels": (
+        transforms(key_rotation=torch.zeros(32, 32)),
+        "key rotation has the wrong shape",
+    ),
     "keys of other channels": ({"keys": torch.zeros(2, 2, 24, 56)}, "layout's channels"),
     "values of other channels": ({"values": torch.zeros(2, 2, 24, 72)}, "layout's channels"),
     "values of fewer tokens": ({"values": torch.zeros(2, 2, 20, 64)}, "keys and values differ"),
@@ -1163,12 +1194,19 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         turned(base_cos=BASE.expand(3, -1, -1), base_sin=BASE.expand(3, -1, -1)),
         "base cos does not fit",
     ),
-    "rotation and rope": ({**turned(), "packed_query": torch.zeros(2, 6, 3, 64)}, "rotated keys cannot"),
+    "rotation and rope": (turned(key_rotation=torch.zeros(64, 64)), "rotated keys cannot"),
+    "balance and rope": (turned(key_balance=torch.zeros(2, 64)), "rotated keys cannot"),
     "steps that are a tensor": (turned(steps=BASE), "steps are not Steps"),
     "key mean of one head": (transforms(key_mean=torch.zeros(1, 64)), "key mean has the wrong shape"),
     "value mean of other channels": (transforms(value_mean=torch.zeros(2, 56)), "value mean has the wrong shape"),
-    "rotation that is not square": (transforms(rotation=torch.zeros(64, 32)), "value rotation has the wrong shape"),
-    "rotation that is transposed": (transforms(rotation=torch.zeros(64, 64).t()), "value rotation: its last"),
+    "rotation that is not square": (
+        transforms(value_back=torch.zeros(64, 32)),
+        "value rotation back has the wrong shape",
+    ),
+    "rotation that is transposed": (
+        transforms(value_back=torch.zeros(64, 64).t()),
+        "value rotation back: its last",
+    ),
     "few transforms": ({"transforms": (None, None)}, "transforms are"),
     "mask of other rows": ({"mask": MASK[:1].expand(3, -1, -1, -1)}, "mask does not fit"),
     "mask of other heads": ({"mask": MASK.expand(-1, 2, -1, -1)}, "mask does not fit"),
@@ -1178,7 +1216,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "column_of with gaps": ({"column_of": torch.zeros(2, 100, dtype=torch.int64)[:, :88]}, "column_of must be"),
     "empty sink logits": ({"sink_logits": torch.zeros(0)}, "sink_logits has the wrong shape"),
     "an empty mask": ({"mask": MASK[..., :0]}, "mask does not fit"),
-    "an empty packed query": ({"packed_query": torch.zeros(0, 6, 3, 64)}, "packed_query does not fit"),
+    "an empty rotation": (transforms(key_rotation=torch.zeros(0, 0)), "key rotation has the wrong shape"),
     "empty bases": (turned(base_cos=BASE[..., :0], base_sin=BASE[..., :0]), "base cos does not fit"),
     "few sink logits": ({"sink_logits": torch.zeros(2)}, "sink_logits has the wrong shape"),
     "few statics": ({"statics": (None,)}, "statics are"),
@@ -1251,7 +1289,7 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "counts that are missing": ({"counts": None}, "incompatible function arguments|counts cannot be"),
     "held in a tensor of floats": ({"held": (24.5, 24.5)}, "held cannot be"),
     "statics in a list": ({"statics": [None]}, "statics cannot be"),
-    "transforms in a list": ({"transforms": [None] * 7}, "transforms cannot be"),
+    "transforms in a list": ({"transforms": [None] * 9}, "transforms cannot be"),
     "whole is a word": (turned(whole="no"), "whole cannot be"),
     "a layout of another kind": ({"layout": good_side()}, "incompatible function arguments"),
     "a first token in words": ({"first_token": "four"}, "incompatible function arguments"),
@@ -1266,7 +1304,8 @@ def test_the_good_call_is_good() -> None:
     _native.attend(*call)
     assert not call[3].any()
     _native.attend(*arguments(mask=MASK, column_of=torch.arange(88).repeat(2, 1), **turned()))
-    _native.attend(*arguments(packed_query=torch.zeros(2, 6, 3, 64), **turned(whole=False)))
+    rotated = {"key_rotation": torch.zeros(64, 64), "key_balance": torch.zeros(2, 64)}
+    _native.attend(*arguments(**turned(whole=False, **rotated)))
     _native.attend(*arguments(window=2**63 - 1))
     _native.attend(*arguments(layout=layout(**FIXED), statics=(torch.zeros(2, 64), torch.zeros(2, 64), None, None)))
 
@@ -1306,7 +1345,7 @@ def test_arguments_of_other_types_are_refused(name: str) -> None:
         _native.attend(*arguments(**changes))
 
 
-@pytest.mark.parametrize("position", range(27))
+@pytest.mark.parametrize("position", range(26))
 def test_nonsense_in_the_place_of_any_argument(position: int) -> None:
     """Refused, or as if it were not there; never a crash, and never an error without a word."""
     good = arguments()[position]

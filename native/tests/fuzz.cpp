@@ -199,7 +199,7 @@ double once(bool& decoded_alike) {
     job.pool = pool.data();
     job.table = table.data();
     job.table_stride = blocks;
-    Tensor keys, values, query, packed_query, out, mask;
+    Tensor keys, values, query, out, mask;
     const Type type = one_of({Type::f32, Type::bf16, Type::f16});
     keys.make(type, {job.batch, job.heads, held, key_channels});
     values.make(type, {job.batch, job.heads, held, value_channels});
@@ -211,7 +211,7 @@ double once(bool& decoded_alike) {
         job.counts.push_back(b ? any(0, blocks) : blocks);
         job.held.push_back(b ? any(0, held) : held);
     }
-    std::vector<float> statics[4], mean[2], rotation, base[2], sinks;
+    std::vector<float> statics[4], mean[2], balance, rotation[2], base[2], sinks;
     std::unique_ptr<Steps> steps;
     const auto floats = [&](std::vector<float>& all, int64_t count, float scale) {
         all.resize(size_t(count));
@@ -225,7 +225,7 @@ double once(bool& decoded_alike) {
     if (v.fixed && v.zero) job.value_zero = floats(statics[3], job.heads * v.channels, 1);
     if (chance(15)) job.key_mean = floats(mean[0], job.heads * k.channels, 1);
     if (chance(15)) job.value_mean = floats(mean[1], job.heads * v.channels, 1);
-    if (chance(15)) job.value_rotation = floats(rotation, int64_t(v.channels) * v.channels, 0.1f);
+    if (chance(15)) job.value_rotation_back = floats(rotation[1], int64_t(v.channels) * v.channels, 0.1f);
     if (chance(40)) {
         const int pairs = chance(50) ? k.channels / 2 : any(1, k.channels / 2);
         const int64_t rows = chance(50) ? job.batch : 1, each = blocks * pairs;
@@ -252,10 +252,8 @@ double once(bool& decoded_alike) {
         job.base_block = pairs;
         job.turned = chance(60);
     }
-    if (!job.turned && chance(30)) {
-        packed_query.make(Type::f32, {job.batch, q_heads, job.queries, key_channels});
-        job.packed_query = packed_query.array;
-    }
+    if (!job.turned && chance(30)) job.key_rotation = floats(rotation[0], int64_t(k.channels) * k.channels, 0.1f);
+    if (!job.turned && chance(30)) job.key_balance = floats(balance, job.heads * k.channels, 1);
     const int64_t columns = job.dropped + int64_t(blocks) * tokens + held;
     job.offset = chance(20) ? any(0, int(columns / 2)) : 0;
     job.first_query_column = columns - job.queries;
@@ -323,18 +321,25 @@ double once(bool& decoded_alike) {
             for (int g = 0; g < job.group; ++g)
                 for (int q = 0; q < job.queries; ++q) {
                     const int q_head = h * job.group + g;
+                    std::vector<double> own_query(size_t(k.channels)), packed_query(size_t(k.channels));
+                    for (int c = 0; c < k.channels; ++c) own_query[size_t(c)] = get(job.query.at(b, q_head, q) + c * size_of(job.query.type), job.query.type);
+                    for (int i = 0; i < k.channels; ++i) {
+                        const double x = own_query[size_t(i)] * (job.key_balance ? job.key_balance[h * k.channels + i] : 1);
+                        if (!job.key_rotation) packed_query[size_t(i)] = x;
+                        for (int c = 0; c < k.channels && job.key_rotation; ++c) packed_query[size_t(c)] += x * job.key_rotation[i * k.channels + c];
+                    }
                     std::vector<double> score(size_t(all) + 1, -INFINITY);
                     for (int t = 0; t < all; ++t) {
                         const bool is_packed = t < packed;
                         const int slot = t - packed;
                         double dot = 0;
-                        const Array& from = is_packed && job.packed_query.data ? job.packed_query : job.query;
+                        const std::vector<double>& from = is_packed ? packed_query : own_query;
                         for (int c = 0; c < k.channels; ++c) {
                             const double x = is_packed ? key[size_t(t * k.channels + c)] : get(job.keys.at(b, h, slot) + c * size_of(type), type);
-                            dot += x * get(from.at(b, q_head, q) + c * size_of(from.type), from.type);
+                            dot += x * from[size_t(c)];
                         }
                         for (int c = 0; c < k.channels && is_packed; ++c)
-                            dot += double(center[size_t(t * k.channels + c)]) * get(job.query.at(b, q_head, q) + c * size_of(job.query.type), job.query.type);
+                            dot += double(center[size_t(t * k.channels + c)]) * own_query[size_t(c)];
                         dot *= job.scaling;
                         if (job.softcap > 0) dot = job.softcap * std::tanh(dot / job.softcap);
                         const int64_t column = is_packed ? job.first_token + t : slot < job.sinks ? slot : slot + packed + job.dropped;
@@ -369,8 +374,8 @@ double once(bool& decoded_alike) {
                     true_sums[size_t((b * q_heads + q_head) * job.queries + q)] = top > -INFINITY ? top + std::log(weight) : -INFINITY;
                     double* to = &truth[size_t(((b * q_heads + q_head) * job.queries + q) * v.channels)];
                     for (int c = 0; c < v.channels; ++c) {
-                        double x = job.value_rotation ? 0 : sum_packed[size_t(c)];
-                        for (int i = 0; job.value_rotation && i < v.channels; ++i) x += sum_packed[size_t(i)] * job.value_rotation[c * v.channels + i];
+                        double x = job.value_rotation_back ? 0 : sum_packed[size_t(c)];
+                        for (int i = 0; job.value_rotation_back && i < v.channels; ++i) x += sum_packed[size_t(i)] * job.value_rotation_back[i * v.channels + c];
                         to[c] = weight > 0 ? (sum[size_t(c)] + x) / weight : 0;
                     }
                 }

@@ -24,7 +24,6 @@ def attend(
     threads: int,
     output: torch.Tensor,
     query: torch.Tensor,
-    packed_query: torch.Tensor | None,
     pool: torch.Tensor,
     table: torch.Tensor,
     counts: Sequence[int],

@@ -111,13 +111,12 @@ def _attend(
     query, keys, values = _lines(query), _lines(view.keys), _lines(view.values)
     if mask is not None:
         mask = _lines(mask.float() if mask.dtype == torch.float64 else mask)
-    packed_query, transforms = _transforms(view, query)
     first_token = view.sinks + view.dropped
     plain = call.window is None and view.rows.valid is None and view.offset == 0
     pool = blocks.pool if blocks.longest else blocks.pool[:0]
     module.attend(
-        layout.blocks, isa, torch.get_num_threads(), out, query, packed_query, pool, blocks.table, blocks.counts,
-        first_token, keys, values, view.held, view.sinks, view.dropped, layout.statics, transforms, mask,
+        layout.blocks, isa, torch.get_num_threads(), out, query, pool, blocks.table, blocks.counts,
+        first_token, keys, values, view.held, view.sinks, view.dropped, layout.statics, _transforms(view), mask,
         None if plain and mask is None else view.column_of, view.offset, column, call.window or 0,
         plain and first_token + blocks.longest * record.tokens <= column + 1, plain and column == view.rows.columns - 1,
         call.scaling, call.softcap or 0.0, None if call.sink_logits is None else call.sink_logits.float().contiguous(),
@@ -227,19 +226,28 @@ def static_of(codec: Codec, params: Params) -> tuple[torch.Tensor | None, torch.
     return None, None
 
 
-def _transforms(view: KVView, query: torch.Tensor) -> tuple[torch.Tensor | None, tuple[Any, ...] | None]:
-    """The query as packed keys need it, and the rest of what was done to packed keys and values."""
+def _transforms(view: KVView) -> tuple[Any, ...] | None:
+    """What was done to packed keys and values, as the module takes it; None for nothing."""
     key, value = view.key_transform, view.value_transform
-    if all(x is None for x in (key.mean, key.rotation, key.rope, value.mean, value.rotation)):
-        return None, None
-    key_mean, value_mean, value_rotation = (
-        None if x is None else x.float().contiguous() for x in (key.mean, value.mean, value.rotation)
-    )
-    rotated = key.query(query)
+    if all(x is None for x in (key.mean, key.balance, key.rotation, key.rope, value.mean, value.rotation)):
+        return None
+    parts = (key.mean, key.balance, key.rotation, value.mean, _back(view, value.rotation))
+    own = tuple(None if x is None else x.float().contiguous() for x in parts)
     if key.rope is None:
-        return rotated, (key_mean, value_mean, value_rotation, None, None, None, False)
+        return (*own, None, None, None, False)
     bases = _lines(key.rope.base_cos.float()), _lines(key.rope.base_sin.float())
-    return rotated, (key_mean, value_mean, value_rotation, _steps(view, key.rope), *bases, key.whole)
+    return (*own, _steps(view, key.rope), *bases, key.whole)
+
+
+def _back(view: KVView, rotation: torch.Tensor | None) -> torch.Tensor | None:
+    """The inverse of a rotation, its rows side by side: made once for a layer."""
+    if rotation is None:
+        return None
+    memo, name = view.blocks.record.memo, "native back"
+    held: tuple[torch.Tensor, torch.Tensor] | None = memo.get(name)
+    if held is None or held[0] is not rotation:
+        memo[name] = held = rotation, rotation.float().t().contiguous()
+    return held[1]
 
 
 def _steps(view: KVView, rope: Rope) -> Any:
