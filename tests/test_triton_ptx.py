@@ -13,10 +13,15 @@ import pytest
 import torch
 
 import kvbits.attend
+from kvbits.attend.triton_decode import table_parts
 from kvbits.numerics import float8
 
-SOURCE = (Path(kvbits.attend.__file__).parent / "triton_kernel" / "codes.py").read_text(encoding="utf-8")
+FOLDER = Path(kvbits.attend.__file__).parent / "triton_kernel"
+SOURCE = "".join((FOLDER / name).read_text(encoding="utf-8") for name in ("codes.py", "tables.py"))
 BLOCKS = re.findall(r'inline_asm_elementwise\(\s*f"""(.*?)"""', SOURCE, re.DOTALL)
+
+TRUTH = {"0xEA": lambda a, b, c: (a & b) | c, "0xD8": lambda a, b, c: (a & ~c) | (b & c)}
+"""What the tables of ``lop3`` stand for."""
 
 UNITS = torch.arange(2**16)
 WORDS = UNITS | (UNITS.flip(0) << 16)  # two units to a register, as the compiler packs them
@@ -36,8 +41,18 @@ def bf16(bits: torch.Tensor) -> torch.Tensor:
     return (bits.int() << 16).view(torch.float32).double()
 
 
-def run(program: list[list[str]], **inputs: torch.Tensor) -> torch.Tensor:
-    """Run on int64 registers; returns register ``$0``."""
+def permute(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
+    """``prmt.b32``: each nibble of the selector names a byte of ``b:a``; its top bit spreads that byte's sign."""
+    both, result = a | (b << 32), torch.zeros_like(a | b | selector)
+    for place in range(4):
+        nibble = (selector >> (4 * place)) & 0xF
+        byte = (both >> (8 * (nibble & 7))) & 0xFF
+        result |= torch.where(nibble >= 8, 0xFF * (byte >> 7), byte) << (8 * place)
+    return result
+
+
+def run(program: list[list[str]], **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run on int64 registers; returns all of them."""
     registers = dict(inputs)
 
     def value(name: str) -> torch.Tensor:
@@ -58,8 +73,13 @@ def run(program: list[list[str]], **inputs: torch.Tensor) -> torch.Tensor:
         elif opcode == "or.b32":
             result = given[0] | given[1]
         elif opcode == "lop3.b32":
-            assert names[3] == "0xEA"  # the table of (a & b) | c
-            result = (given[0] & given[1]) | given[2]
+            truth = TRUTH[names[3]]
+            assert sum(1 << i for i in range(8) if truth(i >> 2 & 1, i >> 1 & 1, i & 1)) == int(names[3], 0)
+            result = truth(*given[:3])
+        elif opcode == "prmt.b32":
+            result = permute(*given)
+        elif opcode == "mad.lo.u32":
+            result = given[0] * given[1] + given[2]
         elif opcode == "fma.rn.bf16x2":
             halves = []
             for shift in (0, 16):
@@ -72,13 +92,13 @@ def run(program: list[list[str]], **inputs: torch.Tensor) -> torch.Tensor:
         else:
             raise AssertionError(f"unknown instruction {opcode}")
         registers[target] = result & 0xFFFFFFFF
-    return registers["$0"]
+    return registers
 
 
 def levels(sign: str, word: torch.Tensor = WORDS, **names: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a block makes of the lower and of the upper unit of each word."""
     more = {"$2": names.pop("top"), "$3": names.pop("by")} if "by" in names else {}
-    out = run(ptx(sign, names), **{"$1": word, **{key: torch.as_tensor(x) for key, x in more.items()}})
+    out = run(ptx(sign, names), **{"$1": word, **{key: torch.as_tensor(x) for key, x in more.items()}})["$0"]
     return bf16(out & 0xFFFF), bf16(out >> 16)
 
 
@@ -127,5 +147,33 @@ def test_three_bits(half: int, slot: int, parity: int) -> None:
         assert torch.equal(got, 128.0 + code)
 
 
+@pytest.mark.parametrize("parity", (0, 1))
+@pytest.mark.parametrize(
+    ("bits", "slot", "half"),
+    [(4, 0, 0), (4, 1, 0), *((2, s, 0) for s in range(4)), *((3, s, h) for s in range(4) for h in (0, 1))],
+)
+def test_tables(bits: int, slot: int, half: int, parity: int) -> None:
+    """Of any levels: two registers of two units each make four."""
+    torch.manual_seed(bits)
+    table = torch.randn(2**bits).to(torch.bfloat16)
+    words = table_parts(table, 1).view(torch.int32)[0].long() & 0xFFFFFFFF
+    low, high = (WORDS, WORDS.roll(12345)), (WORDS.flip(0), WORDS.roll(777))
+    by = 2 * slot + half
+    first, of_table = {2: (4, (0, 1)), 3: (8, (8, 9, 12, 13)), 4: (4, range(8, 16))}[bits]
+    inputs = {"$2": low[0], "$3": low[1]}
+    if bits == 3:
+        inputs |= {"$4": high[0], "$5": high[1], "$6": torch.tensor(by | (by << 16)), "$7": torch.tensor(by)}
+    inputs |= {f"${first + 4 * place}": words[n] for place, n in enumerate(of_table)}
+    sign = {2: ".b32 code;", 3: ".b32 code, by,", 4: ".b32 code, upper,"}[bits]
+    out = run(ptx(sign, {"SLOT": slot, "PARITY": parity}), **inputs)
+    for register, word, top in zip(("$0", "$1"), low, high, strict=True):
+        for unit in (0, 16):
+            at = unit + 8 * parity
+            code = (word >> (at + (2 if bits == 3 else bits) * slot)) & (3 if bits == 3 else 2**bits - 1)
+            if bits == 3:
+                code = code | (((top >> (at + by)) & 1) << 2)
+            assert torch.equal(bf16((out[register] >> unit) & 0xFFFF), table[code].double())
+
+
 def test_every_block_is_tested() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 7

@@ -232,13 +232,20 @@ def _cut(blocks: int, exact: int, tiles: int, wanted: int, shape: Shape) -> tupl
 @functools.lru_cache(maxsize=64)
 def _constant_table(codec: Codec, device: torch.device, parts: int) -> torch.Tensor:
     """The table of a codec that learns none."""
-    return _table_parts(codec, {}, device, parts)
+    return _table_of(codec, {}, device, parts)
 
 
-def _table_parts(codec: Codec, params: Params, device: torch.device, parts: int) -> torch.Tensor:
+def _table_of(codec: Codec, params: Params, device: torch.device, parts: int) -> torch.Tensor:
     table = codec.table(params)
     assert table is not None
-    return split_in_parts(pad(table.to(device), (0, 16 - len(table))), parts)
+    return table_parts(table.to(device), parts)
+
+
+def table_parts(table: torch.Tensor, parts: int) -> torch.Tensor:
+    """A table of up to 16 levels as ``triton_kernel/tables.py`` reads it, bfloat16 ``[parts, 32]``."""
+    levels = split_in_parts(pad(table, (0, 16 - len(table))), parts)
+    halves = levels.view(torch.uint8).unflatten(1, (16, 2)).mT.flatten(1).view(torch.bfloat16)
+    return torch.cat([levels, halves], 1)
 
 
 def split_in_parts(x: torch.Tensor, parts: int) -> torch.Tensor:
@@ -253,14 +260,14 @@ def split_in_parts(x: torch.Tensor, parts: int) -> torch.Tensor:
 def _params(
     codec: Codec, params: Params, side: str, record: Record, parts: int, unused: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Static scale and zero, and the table ``[parts, 16]``, of one side."""
+    """Static scale and zero, and the table ``[parts, 32]``, of one side."""
     scale, zero, table = params.get("scale", unused), params.get("zero", unused), unused
     if codec.format.levels == "table" and not codec.learns:
         table = _constant_table(codec, unused.device, parts)
     elif codec.format.levels == "table":
         memo, name = record.memo, f"triton table of {side} in {parts}"
         if name not in memo or memo[name][0] is not params:
-            memo[name] = params, _table_parts(codec, params, unused.device, parts)
+            memo[name] = params, _table_of(codec, params, unused.device, parts)
         table = memo[name][1]
     return scale, zero, table
 

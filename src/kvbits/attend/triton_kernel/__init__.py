@@ -25,6 +25,7 @@ module          what is in it
 ==============  ====================================================
 ``numbers``     rounding, bfloat16 parts, products
 ``codes``       bytes of a record to levels
+``tables``      the same, of levels in a table, where PTX runs
 ``records``     where a record, its scales, zeros and outliers lie
 ``rotary``      keys before the rotary embedding, and means that turn
 ``keys``        one slice of keys: scores

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from kvbits.attend.triton_kernel.numbers import PACKED, add, affine, bf16_part, dot
+from kvbits.attend.triton_kernel.tables import PART, permuted
 
 UNIFORM, TABLE, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -22,7 +23,7 @@ def levels(
     Args:
         low: int16 units of the only or the 2-bit plane.
         high, high_shift: of 3 bits, units of the 1-bit plane and how far each row's bit is up.
-        table, part: of tables, where bfloat16 part ``part`` of the levels begins (entries ``part * 16 + code``).
+        table, part: of tables, where bfloat16 part ``part`` of the levels begins (entries ``part * PART + code``).
     """
     if LEVELS == E4M3:
         # Exponent and mantissa in the places of bfloat16's: 2**-120 times the value, also where it is subnormal.
@@ -56,6 +57,8 @@ def levels(
         bottom = ((byte & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
         top = ((byte & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
         return add(bottom, affine(top, 1.0, -256.0))
+    if LEVELS == TABLE and PACKED:
+        return permuted(low, high, high_shift, table, part, BITS, SLOT, PARITY)
     if LEVELS == UNIFORM and PACKED:
         if BITS == 3:
             level = tl.inline_asm_elementwise(
@@ -83,7 +86,7 @@ def levels(
             code = low >> (8 * PARITY + BITS * SLOT - SLOT * 2 % 6 * FIELDS)
             code = code & (((1 << BITS) - 1) << (SLOT * 2 % 6 * FIELDS))
         if LEVELS == TABLE:
-            return tl.load(table + (part * 16 + code.to(tl.int32)))
+            return tl.load(table + (part * PART + code.to(tl.int32)))
         level = (code | 0x4300).to(tl.bfloat16, bitcast=True)
     if EXACT:
         level = affine(level, 1.0, -128.0)

@@ -12,6 +12,7 @@ import triton.language as tl
 from kvbits.attend.triton_kernel.codes import E4M3, TABLE
 from kvbits.attend.triton_kernel.numbers import bf16_part, dot
 from kvbits.attend.triton_kernel.records import LAYER, STATIC, TOKEN, static
+from kvbits.attend.triton_kernel.tables import PART
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def dense(pools, params, base, token, channel, h, SIDE: tl.constexpr, TILE: tl.c
         level = tl.load(table + code).to(tl.float32)
         parts: tl.constexpr = TILE.parts
         for part in tl.static_range(1, parts):
-            level += tl.load(table + (part * 16 + code)).to(tl.float32)
+            level += tl.load(table + (part * PART + code)).to(tl.float32)
     else:
         level = code.to(tl.float32)
     if SIDE.per == LAYER:
