@@ -107,22 +107,30 @@ VARIANTS: tuple[tuple[str, int, torch.dtype, dict[str, Any]], ...] = (
 
 
 def check_variants() -> None:
-    """What the interpreter lets pass and the compiler does not, found before anything is optimised."""
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
-    options = backend.parse_options({})
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    made = options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    """Lower each variant: what the interpreter lets pass and the compiler does not, before anything is optimised."""
+    lower = Lowering()
     for name, channels, dtype, changed in VARIANTS:
-        source, _, _ = source_of(Scheme.parse(name), channels, 4, 90, dtype, **changed)
-        source.make_ir(target, *made)
+        lower(source_of(Scheme.parse(name), channels, 4, 90, dtype, **changed)[0])
         print(f"{name}: lowers", flush=True)
 
 
-def machine_code(cubin: bytes) -> tuple[int, int, list[str]]:
-    """Registers, bytes of stack, and the instructions of the longest loop."""
+class Lowering:
+    """Lowers sources to Triton's own code for sm_90, and no further."""
+
+    def __init__(self) -> None:
+        self.backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.context = ir.context()
+        ir.load_dialects(self.context)
+        self.backend.load_dialects(self.context)
+
+    def __call__(self, source: ASTSource) -> None:
+        backend, options = self.backend, self.backend.parse_options({})
+        target, made = backend.target, (backend.get_codegen_implementation(options), backend.get_module_map())
+        source.make_ir(target, options, *made, self.context)
+
+
+def machine_code(cubin: bytes) -> tuple[int, int, list[str], list[str]]:
+    """Registers, bytes of stack, all instructions, and those of the longest loop."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -130,7 +138,7 @@ def machine_code(cubin: bytes) -> tuple[int, int, list[str]]:
         listing = subprocess.run([TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    labels, instructions, loops = {}, [], []
+    labels, instructions, loops = {}, [], [(0, 0)]
     for line in listing.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(instructions)
@@ -140,14 +148,19 @@ def machine_code(cubin: bytes) -> tuple[int, int, list[str]]:
             if back and back[1] in labels:
                 loops.append((labels[back[1]], len(instructions)))
     first, last = max(loops, key=lambda loop: loop[1] - loop[0])
-    return int(found[1]), int(found[2]), instructions[first:last]
+    return int(found[1]), int(found[2]), instructions, instructions[first:last]
+
+
+def spills(instructions: list[str]) -> int:
+    """Loads and stores of what did not fit into registers."""
+    return sum(op.startswith(("LDL", "STL")) for op in instructions)
 
 
 def row_for(name: str, channels: int, groups: int, capability: int) -> dict[str, Any]:
     """Compile one scheme for one architecture and count."""
     scheme = Scheme.parse(name)
     kernel, shape, record = compiled(scheme, channels, groups, capability)
-    registers, stack, loop = machine_code(kernel.asm["cubin"])
+    registers, stack, _, loop = machine_code(kernel.asm["cubin"])
     warps = shape.tuning.warps
     per_block = len(loop) * warps / shape.tile.blocks
     operations = 4 * scheme.block * channels * shape.tile.queries  # both products, for the padded query rows
@@ -158,7 +171,7 @@ def row_for(name: str, channels: int, groups: int, capability: int) -> dict[str,
         "architecture": f"sm_{capability}",
         "registers": registers,
         "stack_bytes": stack,
-        "spills_in_loop": sum(op.startswith(("LDL", "STL")) for op in loop),
+        "spills_in_loop": spills(loop),
         "shared_bytes": kernel.metadata.shared,
         "programs_a_multiprocessor": min(65536 // (registers * 32 * warps), 2048 // (32 * warps)),
         "barriers_in_loop": sum(op.startswith("BAR") for op in loop),
@@ -172,15 +185,21 @@ def row_for(name: str, channels: int, groups: int, capability: int) -> dict[str,
     }
 
 
+def parser(description: str, what: str, names: str, out: str) -> argparse.ArgumentParser:
+    """What the scripts that compile ahead of time are told; ``names`` are those of ``what`` they compile."""
+    made = argparse.ArgumentParser(description=description.splitlines()[0])
+    made.add_argument(f"--{what}", default=names, help="separated by commas")
+    made.add_argument("--capabilities", default="80,89,90")
+    made.add_argument("--channels", type=int, default=128)
+    made.add_argument("--out", default=out)
+    made.add_argument("--check", action="store_true", help="only lower one variant of each kind: seconds, no figures")
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schemes", default=SCHEMES, help="separated by commas")
-    parser.add_argument("--capabilities", default="80,89,90")
-    parser.add_argument("--channels", type=int, default=128)
-    parser.add_argument("--groups", type=int, default=4, help="query heads of a KV head")
-    parser.add_argument("--out", default="gpu_compile")
-    parser.add_argument("--check", action="store_true", help="only lower one variant of each kind: seconds, no figures")
-    options = parser.parse_args()
+    arguments = parser(__doc__, "schemes", SCHEMES, "gpu_compile")
+    arguments.add_argument("--groups", type=int, default=4, help="query heads of a KV head")
+    options = arguments.parse_args()
     if options.check:
         check_variants()
         return

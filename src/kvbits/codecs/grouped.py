@@ -194,18 +194,27 @@ class Grouped(Codec):
         """Scale and zero of each group, from its elements that are not ``chosen`` as outliers."""
         return affine.choose_qparams(grouped, dim, *self.span, outside=chosen)
 
+    def statics(self, x: torch.Tensor, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
+        """Static scales and zeros ``[H, D]`` where blocks ``x [..., H, N, T, D]`` are.
+
+        Raises:
+            ValueError: if they are for other heads.
+        """
+        heads, channels = x.shape[-4] if x.ndim > 3 else 1, x.shape[-1]
+        held = tuple(params["scale"].shape)
+        if held != (heads, channels):
+            raise ValueError(
+                f"the static scales of {self} are for {held[0]} heads of {held[1]} channels, "
+                f"not for {heads} of {channels}: they were taken from another layer or model"
+            )
+        return params["scale"].to(x.device), params["zero"].to(x.device)
+
     def encode(self, x: torch.Tensor, params: Params) -> Packed:
         x = x.float()
         tokens, channels = x.shape[-2:]
         count = outliers.entries(self.outliers, tokens, channels)
         if self.static:
-            heads, held = x.shape[-4] if x.ndim > 3 else 1, tuple(params["scale"].shape)
-            if held != (heads, channels):
-                raise ValueError(
-                    f"the static scales of {self} are for {held[0]} heads of {held[1]} channels, "
-                    f"not for {heads} of {channels}: they were taken from another layer or model"
-                )
-            scale, zero = (params[name].to(x.device)[:, None, None] for name in ("scale", "zero"))  # [H, 1, 1, D]
+            scale, zero = (each[:, None, None] for each in self.statics(x, params))  # [H, 1, 1, D]
             packed = {"codes": bitpack.pack(self.to_codes(x, scale, zero, params), self.bits)}
             if count:
                 index, value = outliers.pick(x - self._decode_dense(packed, params), count)

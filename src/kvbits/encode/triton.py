@@ -1,9 +1,10 @@
 """Encode blocks with Triton on CUDA and ROCm GPUs: one read of the exact elements, one write of the packed parts.
 
-The twin of ``Codec.encode``, bit for bit, for ``int``, ``rot``, ``nf``, ``lm``, ``fp8`` and ``fp8-static`` codecs
-without outliers: divisions are rounded to nearest and rounding is half to even, as in PyTorch. What rotations and means
-do to keys and values first (:class:`kvbits.attend.Transform`) is left to PyTorch, once a block. Each program also
-counts what no block can hold, so that nothing is read twice. Triton is imported when a block is encoded, not before.
+The twin of ``Codec.encode``, bit for bit: divisions are rounded to nearest, rounding is half to even, and products and
+sums are not fused, as in PyTorch. The two exceptions are those of :mod:`kvbits.encode.native`: HQQ may take another one
+of two zeros that are equally good, and of elements that are equally far out others may become outliers. What rotations
+and means do to keys and values first (:class:`kvbits.attend.Transform`) is left to PyTorch, once a block. Each program
+also counts what no block can hold, so that nothing is read twice. Triton is imported when a block is encoded.
 """
 
 from __future__ import annotations
@@ -12,30 +13,21 @@ import functools
 
 import torch
 
-from kvbits.codecs import Affine, Codec, Fp8, Fp8Static, Grouped, LloydMax, NormalFloat, Rotated
+from kvbits.codecs import Codec, Fp8Static, Grouped, NonUniform
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
+from kvbits.encode.triton_shape import CHOICES, Shape
 from kvbits.library import why_no_triton
-from kvbits.numerics import groups
 from kvbits.types import Packed, Params
 
 MOST_CHANNELS = 512
-_LEVELS = {"uniform": 0, "table": 1, "e4m3": 2}
-_RANGE, _NORM, _FIXED = range(3)
-"""How scales are chosen, as ``CHOICE`` in the kernel."""
-
-_CHOICES: dict[type[Codec], int] = {
-    Affine: _RANGE, Rotated: _RANGE, NormalFloat: _RANGE, Fp8: _RANGE, LloydMax: _NORM, Fp8Static: _FIXED,
-}  # fmt: skip
 
 
 def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
     """Reasons against encoding blocks ``x [..., T, D]`` here; empty where :func:`run` does."""
     if reasons := why_no_triton(x.device):
         return reasons
-    if type(codec) not in _CHOICES:
-        reasons.append(f"{codec} (int, rot, nf, lm and fp8 run)")
-    elif isinstance(codec, Grouped) and (codec.outliers or codec.static):
-        reasons.append(f"{codec} (without outliers or static scales it would run)")
+    if type(codec) not in CHOICES:
+        reasons.append(f"{codec} (the codecs of kvbits that pack run)")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         reasons.append(f"{x.dtype} (float32, bfloat16 or float16 run)")
     tokens, channels = x.shape[-2:]
@@ -58,7 +50,7 @@ def launch(codec: Codec, x: torch.Tensor, params: Params) -> tuple[Packed, torch
     """Encode without waiting: parts ``[..., *part.shape]``, and how many elements of each block cannot be packed.
 
     Raises:
-        ValueError: if :func:`why_not` has a reason.
+        ValueError: if :func:`why_not` has a reason, or static scales are for other heads.
     """
     if reasons := why_not(codec, x):
         raise ValueError(f"{codec} blocks {tuple(x.shape)} cannot be encoded with Triton: {', '.join(reasons)}")
@@ -70,30 +62,48 @@ def launch(codec: Codec, x: torch.Tensor, params: Params) -> tuple[Packed, torch
     packed = {part.name: x.new_empty(*lead, *part.shape, dtype=part.dtype) for part in parts}
     flat = x.reshape(-1, *x.shape[-4:]) if x.ndim > 5 else x[(None,) * (5 - x.ndim)]  # [A, B, C, T, D]
     count = flat.shape[0] * flat.shape[1] * flat.shape[2]
+    scale, zero = _given(codec, x, params)
     if count == 0:
         return packed, None
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
-    form, codes = codec.format, packed["codes"]
-    per_channel = form.per == "channel"
-    length = form.group if per_channel or not form.group else groups.group_length(channels, form.group)
-    length = length or channels
+    shape, codes = Shape.of(codec, tokens, channels), packed["codes"]
     unsound = x.new_empty(count, dtype=torch.int32)
-    scale = params["scale"] if _CHOICES[type(codec)] == _FIXED else packed["scale"]
+    scratch = x.new_empty(count * tokens * channels if shape.outliers else 0, dtype=torch.int16)
+    rest = (packed.get(name, codes) for name in ("scale", "zero", "outlier_index", "outlier_value"))
     encode_block[(count,)](
-        flat, unsound, codes, scale, packed.get("zero", codes),
-        _levels(codec, x.device) if form.levels == "table" else codes,
-        compared_limit(x.dtype), flat.shape[1], flat.shape[2], *flat.stride()[:4],
-        TOKENS=tokens, CHANNELS=channels, PADDED=max(16, 1 << (channels - 1).bit_length()), BITS=form.bits,
-        LEVELS=_LEVELS[form.levels], CHOICE=_CHOICES[type(codec)], PER_TOKEN=not per_channel, LENGTH=length,
-        GROUPS=tokens // length if per_channel else -(-channels // length), num_warps=8,
+        flat, unsound, codes, *rest, scratch, _levels(codec, params, codes), scale, zero, compared_limit(x.dtype),
+        flat.shape[1], flat.shape[2], *flat.stride()[:4], SHAPE=shape, num_warps=shape.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return packed, unsound
 
 
+def _given(codec: Codec, x: torch.Tensor, params: Params) -> tuple[torch.Tensor, torch.Tensor]:
+    """Static scales and zeros, float32 on the device of ``x``; anything where the codec has none."""
+    if isinstance(codec, Grouped) and codec.static:
+        scale, zero = codec.statics(x, params)
+        return scale.float().contiguous(), zero.float().contiguous()
+    if isinstance(codec, Fp8Static):
+        scale = params["scale"].to(x.device).float()
+        return scale, scale
+    return x, x
+
+
+def _levels(codec: Codec, params: Params, none: torch.Tensor) -> torch.Tensor:
+    """Midpoints between neighbouring levels, as ``codebook.nearest`` has them, and what their codes decode to."""
+    if codec.format.levels != "table":
+        return none
+    if not isinstance(codec, NonUniform):
+        return _fixed_levels(codec, none.device)
+    return _with_edges(params["table"].to(none.device).float(), codec.table(params).to(none.device).float())
+
+
 @functools.lru_cache(maxsize=32)
-def _levels(codec: Codec, device: torch.device) -> torch.Tensor:
-    """Midpoints between neighbouring levels, as ``codebook.nearest`` has them, and behind them the levels."""
+def _fixed_levels(codec: Codec, device: torch.device) -> torch.Tensor:
     table = codec.table({})
     assert table is not None
-    return torch.cat([(table[1:] + table[:-1]) / 2, table]).to(device)
+    return _with_edges(table, table).to(device)
+
+
+def _with_edges(met: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+    return torch.cat([(met[1:] + met[:-1]) / 2, decoded])
