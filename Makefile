@@ -55,7 +55,7 @@ help:
 	@echo "make lowest   run some tests on the oldest supported transformers"
 	@echo "make native   run random calls of the C++ kernels under sanitizers for a minute"
 	@echo "make triton   run the tests of the Triton kernels in Triton's interpreter (four minutes)"
-	@echo "make vllm     set up vLLM beside the rest and run it on packed pages (Python 3.11 and later; ten minutes)"
+	@echo "make vllm     set up vLLM beside the rest and run it on packed pages (Python 3.11 and later; a quarter of an hour)"
 	@echo "make setup    only set up $(VENV), for tests and linters"
 	@echo "make clean    remove the environments and all caches"
 

@@ -356,6 +356,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/save.md": {"load": measured.loading},
     "docs/serve.md": {"serve_load": measured.serving},
+    "docs/vllm.md": {"vllm_speed": measured.vllm_speed},
     "docs/kernels.md": {
         "steps": measured.attention_speed,
         "chunks": measured.chunk_speed,

@@ -400,3 +400,30 @@ def serving() -> str:
     ]
     note = measured_on(data, f"Model {data['model']} under `{data['scheme']}`.")
     return f"{table(('what', 'figure'), rows, right=(1,))}\n\n{note}"
+
+
+def vllm_speed() -> str:
+    """vLLM on packed pages against its own cache."""
+    data = result_if_any("vllm_speed")
+    if data is None:
+        return missing("vllm_speed", "python bench/vllm_speed.py")
+    head = ("requests", "prompt", "cache", "prompts", "against own", "step", "against own", "tokens that fit")
+    rows = [
+        (
+            row["requests"],
+            f"{row['prompt']:,}",
+            row["engine"] if row["engine"].startswith("vLLM") else code(row["engine"]),
+            f"{row['prompt_seconds']:.2f} s",
+            f"{row['prompt_against_own']:.2f}x",
+            f"{row['step_seconds'] * 1e3:.0f} ms",
+            f"{row['step_against_own']:.2f}x",
+            f"{row['cached_tokens']:,}",
+        )
+        for row in data["rows"]
+    ]
+    what = (
+        f"Model {data['model']} in {data['dtype']}, medians of {data['rounds']} rounds in turn; `prompts`: until every "
+        f"request has its first token, at most {data['batched_tokens']:,} tokens at once; `step`: one token more for "
+        f"each; above 1x is faster. vLLM {data['vllm']}."
+    )
+    return f"{table(head, rows, right=(0, 1, 3, 4, 5, 6, 7))}\n\n{measured_on(data, what)}"

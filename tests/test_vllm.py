@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 import torch
@@ -19,26 +19,20 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make vllm")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache, DynamicLayer
 
 import vllm_job
-from kvbits.codecs import Codec
-from kvbits.numerics import hadamard
-from kvbits.scheme import Scheme
 from kvbits.vllm.pages import paged_scheme
+from vllm_twin import TOKENS, Told, cache_of, told
+from vllm_witness import FAULTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BLOCK = 32
 CHUNK = 96
-TOKENS = 24
-NOISE = 1e-4
-"""What the native kernel's sums are off by, at most a few times (docs/kernels.md), and so the next layer's keys."""
+LENGTHS = (17, 32, 45, 70)
 
-COPIES = 8
-"""Of each prompt, through Transformers: the first as it is, the others with noise. An element that lies between two
-codes gets another one for the least reason, and few bits make much of that; a token counts where all copies agree."""
+Many: TypeAlias = tuple[list[list[int]], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
@@ -61,64 +55,19 @@ def text(folder: str) -> list[int]:
     return ids
 
 
-# -- the same through Transformers -------------------------------------------------------------------------------------
+def no_further_than_noise(found: list[Told], times: float = 2) -> bool:
+    """Whether vLLM is as far from Transformers as noise of a kernel's size takes Transformers from itself.
 
-
-def stored(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """What tokens ``[B, H, T, D]`` are once stored, each by itself."""
-    matrix = hadamard.rotation(x.shape[-1]) if codec.rotates else torch.eye(x.shape[-1])
-    rotated = x @ matrix
-    padded = torch.cat([rotated, rotated.new_zeros(*x.shape[:2], -x.shape[2] % 8, x.shape[3])], dim=2)
-    return codec.decode(codec.encode(padded, {}), {})[:, :, : x.shape[2]] @ matrix.T
-
-
-def cache_of(scheme: Scheme) -> Cache:
-    """Exact new tokens, and before them what is stored: what pages hold, without pages. Rows in turn are COPIES."""
-
-    class Layer(DynamicLayer):
-        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            if not self.is_initialized:
-                self.lazy_initialization(key_states, value_states)
-            seen = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-            self.keys = torch.cat([self.keys, stored(scheme.key, noisy(key_states))], dim=2)
-            self.values = torch.cat([self.values, stored(scheme.value, noisy(value_states))], dim=2)
-            return seen
-
-    return Cache(layer_class_to_replicate=Layer)
-
-
-def noisy(x: torch.Tensor) -> torch.Tensor:
-    noise = NOISE * torch.randn_like(x)
-    noise[::COPIES] = 0
-    return x * (1 + noise)
-
-
-@torch.no_grad()
-def greedy(
-    model: PreTrainedModel, prompts: list[list[int]], cache: Cache, chunk: int = 10_000
-) -> list[tuple[list[int], int]]:
-    """Tokens after prompts of one length, of which the cache may hold a part, and how many of them are certain."""
-    torch.manual_seed(0)
-    ids = torch.tensor(prompts).repeat_interleave(COPIES, 0)
-    steps = []
-    for new in ids[:, cache.get_seq_length() :].split(chunk, dim=1):
-        logits = model(new, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    for _ in range(TOKENS):
-        steps.append(logits.argmax(-1))
-        logits = model(steps[-1][:, None], past_key_values=cache).logits[:, -1]
-    tokens = torch.stack(steps, dim=1).unflatten(0, (-1, COPIES))  # [prompts, COPIES, TOKENS]
-    agreed = (tokens == tokens[:, :1]).all(dim=1).int().cumprod(-1).sum(-1)
-    return list(zip(tokens[:, 0].tolist(), agreed.tolist(), strict=True))
-
-
-def certain(tokens: list[int], expected: tuple[list[int], int]) -> int:
-    """How many tokens were certain; fails unless these are as expected."""
-    wanted, count = expected
-    assert tokens[:count] == wanted[:count]
-    return count
-
-
-# -- offline -----------------------------------------------------------------------------------------------------------
+    Were two runs within e of each other in every log-probability, then what one finds likeliest is within 2 e of the
+    likeliest of the other; e is the furthest that any copy moves at any step. One step that is far off makes that
+    loose. So vLLM must also not move further than ``times`` what the copy does that moves furthest, neither in half of
+    the steps nor in nine tenths: two, since docs/kernels.md has errors of one to two NOISE.
+    """
+    ours, copies, short = (torch.cat([getattr(one, name) for one in found]) for name in ("ours", "copies", "short"))
+    shares = torch.tensor([0.5, 0.9])
+    moved, may = ours.quantile(shares), times * copies.quantile(shares, dim=0).amax(-1)
+    print(f"moved {moved.tolist()}, may {may.tolist()}, {int((short > 0).sum())} of {len(short)} tokens differ")
+    return bool((short <= 2 * copies.max()).all() and (moved <= may).all())
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8", "rot4"])
@@ -127,43 +76,108 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     """A prompt in chunks, the same from its cached prefix, and short ones of different lengths at once."""
     long, short = text[:250], [text[300 + 50 * i :][: 9 + 3 * i] for i in range(4)]
-    limits = {"block_size": BLOCK, "max_num_batched_tokens": CHUNK}
-    done = vllm_job.run(name, folder, [[long], [long], short], TOKENS, **limits)
+    limits = {"block_size": BLOCK, "max_num_batched_tokens": CHUNK, "num_gpu_blocks_override": 64}
+    done = vllm_job.run(name, folder, [[long], [long], short], TOKENS, faults=[None, None, None], **limits)
     first, again, others = done["rounds"]
+    print(name, done["found"])
+    assert [wrong(found) for found in done["found"]] == [{}, {}, {}]
     scheme = paged_scheme(name)
 
     cache = cache_of(scheme)
-    counts = [certain(first[0]["tokens"], greedy(model, [long], cache, CHUNK)[0])]
+    found = [told(model, [long], first, cache, CHUNK)]
     kept = (len(long) - 1) // BLOCK * BLOCK
     assert (first[0]["cached"], again[0]["cached"]) == (0, kept)
     cache.crop(kept - cache.get_seq_length())
-    counts.append(certain(again[0]["tokens"], greedy(model, [long], cache)[0]))
+    found.append(told(model, [long], again, cache))
     for prompt, one in zip(short, others, strict=True):
-        counts.append(certain(one["tokens"], greedy(model, [prompt], cache_of(scheme))[0]))
-    assert sum(counts) >= TOKENS * len(counts) / 2  # else this would show little
+        found.append(told(model, [prompt], [one], cache_of(scheme)))
+    assert no_further_than_noise(found)
 
 
-def test_64_requests_at_once_give_what_each_gives_alone(folder: str, model: PreTrainedModel, text: list[int]) -> None:
-    lengths = (17, 32, 45, 70)
-    prompts = [text[60 * i :][: lengths[i % 4]] for i in range(64)]
-    done = vllm_job.run("int4", folder, [prompts], TOKENS, block_size=BLOCK, max_num_batched_tokens=4096)
-    scheme, count = paged_scheme("int4"), 0
-    for which, _ in enumerate(lengths):
-        expected = greedy(model, prompts[which::4], cache_of(scheme))
-        for one, wanted in zip(done["rounds"][0][which::4], expected, strict=True):
-            count += certain(one["tokens"], wanted)
-    assert count >= TOKENS * len(prompts) / 2
+# -- what the backend was given, and what it made of it ----------------------------------------------------------------
 
 
-def test_the_cache_holds_more_by_the_ratio_of_bytes(folder: str, text: list[int]) -> None:
-    blocks = {}
-    for name in (None, "int4"):
-        done = vllm_job.run(name, folder, [[text[:40]]], 1, block_size=128)
-        blocks[name] = done["blocks"]
-    bytes_per_token = {None: 2 * 64 * 4, "int4": 2 * (64 // 2 + 2 + 2)}  # of a KV head, in float32
-    for name, count in blocks.items():
-        assert count == vllm_job.SPACE_GB * 2**30 // (30 * 3 * 128 * bytes_per_token[name])
-    assert blocks["int4"] / blocks[None] == pytest.approx(512 / 72, rel=1e-3)
+def crowded(text: list[int]) -> list[list[int]]:
+    """64 prompts, some of which share pages with one that comes in the same step."""
+    alone = [text[60 * i :][: LENGTHS[i % 4]] for i in range(56)]
+    return alone + [prompt[:64] + text[40 * i :][:9] for i, prompt in enumerate(alone[3:32:4])]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int4", "float32"), ("int4", "bfloat16"), ("k=fp8,v=rot4", "bfloat16")])
+def test_pages_have_the_bits_of_codecs_and_attention_is_that_of_float64(
+    name: str, dtype: str, folder: str, text: list[int]
+) -> None:
+    """For the very keys, values and queries that came in: in chunks, between decode steps, in pages used before.
+
+    Bits are equal, and answers are off by rounding: of sixteen-bit factors, or of float32 where the slow twin of the
+    kernel computes. Under int4 faults are planted next, each of which has to be found.
+    """
+    prompts, others = crowded(text), ["reference", *FAULTS] if (name, dtype) == ("int4", "float32") else []
+    rounds = [prompts, *(prompts[:4] for _ in others)]
+    limits = {"block_size": BLOCK, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 90, "dtype": dtype}
+    first, *found = vllm_job.run(name, folder, rounds, 12, faults=[None, *others], **limits)["found"]
+    print(name, dtype, first)
+    assert wrong(first) == {}
+    assert first["written"] > 90_000 and first["over_history"] > 20_000  # 30 layers, 12 tokens, 64 requests
+    assert first["mixed"] > 5 and first["reused"] > 0
+    for fault, counts in zip(others, found, strict=True):
+        if fault == "reference":
+            assert wrong(counts) == {}
+        else:
+            assert FAULTS[fault][3] in wrong(counts), fault
+
+
+def wrong(found: dict[str, Any]) -> dict[str, int]:
+    return {what: count for what, count in found.items() if what.startswith("wrong_") and count}
+
+
+# -- offline -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many(folder: str, text: list[int]) -> Many:
+    """64 prompts of four lengths, and what vLLM makes of all of them at once."""
+    prompts = [text[60 * i :][: LENGTHS[i % 4]] for i in range(64)]
+    return prompts, vllm_job.run("int4", folder, [prompts], TOKENS, block_size=BLOCK, max_num_batched_tokens=4096)
+
+
+def test_64_requests_at_once_get_what_transformers_gives(many: Many, model: PreTrainedModel) -> None:
+    prompts, answers = many[0], many[1]["rounds"][0]
+    groups = range(len(LENGTHS))
+    found = [told(model, prompts[i::4], answers[i::4], cache_of(paged_scheme("int4"))) for i in groups]
+    assert no_further_than_noise(found)
+
+
+@pytest.mark.parametrize("fault", ["another codec", "one bit less", "a token unseen"])
+def test_answers_of_a_wrong_cache_are_further_off_than_noise(fault: str, many: Many, model: PreTrainedModel) -> None:
+    """The same comparison, with the fault in Transformers' cache: so the test above can fail."""
+    prompts, answers = many[0], many[1]["rounds"][0]
+    other = {"another codec": "nf4", "one bit less": "int3"}.get(fault, "int4")
+    cache = cache_of(paged_scheme(other), unseen=fault == "a token unseen")
+    assert not no_further_than_noise([told(model, prompts[::4], answers[::4], cache)])
+
+
+def test_the_cache_holds_more_by_the_ratio_of_bytes(many: Many, folder: str, text: list[int]) -> None:
+    own = vllm_job.run(None, folder, [[text[:40]]], 1, block_size=BLOCK, dtype="bfloat16")["blocks"]
+    of_a_token = {"own": 2 * 64 * 2, "int4": 2 * (64 // 2 + 2 + 2)}  # bytes of a KV head
+    for name, count in {"own": own, "int4": many[1]["blocks"]}.items():
+        assert count == vllm_job.SPACE_GB * 2**30 // (30 * 3 * BLOCK * of_a_token[name])
+    assert many[1]["blocks"] / own == pytest.approx(256 / 72, rel=1e-3)
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_have_half_the_heads_each(tmp_path: Path) -> None:
+    """Tensor parallel: twice the tokens in the same bytes of each rank, and what one process of Transformers gives."""
+    folder = vllm_job.save_tiny(tmp_path)
+    prompts = [[(7 * i + 13 * j) % 4000 + 5 for j in range(40)] for i in range(6)]
+    done = vllm_job.run("fp8", folder, [prompts], TOKENS, block_size=BLOCK, tensor_parallel_size=2)
+    assert done["blocks"] == vllm_job.SPACE_GB * 2**30 // (2 * 1 * BLOCK * 2 * (64 + 2))  # layers, heads of a rank
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = told(model, prompts, done["rounds"][0], cache_of(paged_scheme("fp8")))
+    assert no_further_than_noise([found])
+    assert not found.short.any()  # of fp8, every token is the likeliest
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -198,13 +212,21 @@ def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 
 def complete(address: str, folder: str, prompt: list[int]) -> dict[str, Any]:
-    body = {"model": folder, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    body["return_token_ids"] = True
+    """An answer as :func:`vllm_job.run` gives it."""
+    body: dict[str, Any] = {
+        "model": folder,
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    body |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 5}
     headers = {"Content-Type": "application/json"}
     asked = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(asked, timeout=300) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
+        choice = json.load(answer)["choices"][0]
+    tops = [{int(name.split(":")[1]): x for name, x in top.items()} for top in choice["logprobs"]["top_logprobs"]]
+    return {"tokens": choice["token_ids"], "top": tops}
 
 
 def test_the_openai_server_answers_64_at_once(
@@ -213,9 +235,7 @@ def test_the_openai_server_answers_64_at_once(
     prompts = [text[60 * i :][:30] for i in range(64)]
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(lambda prompt: complete(server, folder, prompt), prompts))
-    expected = greedy(model, prompts, cache_of(paged_scheme("int4")))
-    found = [one["choices"][0]["token_ids"] for one in answers]
-    assert sum(map(certain, found, expected)) >= TOKENS * len(prompts) / 2
+    assert no_further_than_noise([told(model, prompts, answers, cache_of(paged_scheme("int4")))])
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
