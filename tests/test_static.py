@@ -7,9 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import kvbits
+import zoo
 from kvbits.attend import Call, reference, triton_decode
 from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
+from kvbits.hf.attach import cache_name
 from kvbits.library import why_no_triton
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows
@@ -147,6 +150,25 @@ def test_a_compiled_step() -> None:
     query = random(2, 6, 1, 32, seed=9).to(DEVICE)
     step = torch.compile(lambda query: 2 * layer.attend(query, 0.2), fullgraph=True)
     torch.testing.assert_close(step(query), 2 * layer.attend(query, 0.2))
+
+
+@needs_triton
+def test_a_whole_model_in_one_graph() -> None:
+    """Through a packing, by the kernel that reads lengths on the device."""
+    model, ids = zoo.build("llama").to(DEVICE), zoo.prompt(1, 40).to(DEVICE)
+    cache, name = kvbits.cache_for(model, "int4,residual=6,sinks=2,block=32"), cache_name(model)
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        model(input_ids=ids[:, :-1], **{name: cache})
+        frozen, token = kvbits.freeze(cache, capacity=60), ids[:, -1:].clone(memory_format=torch.contiguous_format)
+        for _ in range(4):
+            expected = model(input_ids=token, **{name: cache}).logits
+            got = step(input_ids=token, **{name: frozen}).logits
+            frozen.advance()
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+            token = expected[:, -1].argmax(-1, keepdim=True)
+    assert frozen.layers[0].core.counts.tolist() == [1]
 
 
 def test_a_full_layer_says_so() -> None:

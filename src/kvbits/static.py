@@ -171,7 +171,8 @@ class StaticLayer:
                 "step that ran and of no other, or let it ask the device"
             )
         keys, values = (self._newest(x, since) for x in (self.keys, self.values))
-        core.append(keys, values, core.rows.extend(len(core.held), since))
+        rows = core.rows.extend(len(core.held), since, epoch=core.rows.last_epoch)  # as the angles here foretell
+        core.append(keys, values, rows)
         with torch.inference_mode(False), torch.no_grad():
             self._settle()
 
@@ -204,8 +205,17 @@ class StaticLayer:
         self.held.copy_(torch.tensor(self._core.held) + since)
 
     def reset(self) -> None:
-        """Forget all tokens, and what was learned of them; the buffers stay."""
+        """Forget all tokens, and what was learned of them; the buffers stay.
+
+        Raises:
+            ValueError: where keys are turned by positions that another text would not have.
+        """
         core = self._core
+        if core.rotary is not None and (core.rows.runs is not None or core.rows.first_epoch):
+            raise ValueError(
+                f"{core.name} turns keys by the positions of the text that it was frozen with, which did not begin at "
+                "0 or did not go on by one; freeze a cache of the next text instead"
+            )
         core.keys, core.values = self.keys, self.values
         core.held, core.late = [0] * len(core.held), ((),) * len(core.held)
         core.rows, core.even = Rows(len(core.held)), True
