@@ -194,6 +194,8 @@ def counted() -> Any:
     torch._dynamo.reset()
 
     def compiled(model: PreTrainedModel, backend: str) -> tuple[Step, Any]:
+        if zoo.installed() < (5, 24) and model.config.model_type != "llama":
+            pytest.skip("early releases of this model count columns in Python, which is no part of a graph")
         counter = CompileCounterWithBackend(backend)
         return torch.compile(model.forward, backend=counter, fullgraph=True), counter
 

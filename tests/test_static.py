@@ -27,6 +27,7 @@ SMALL = "residual=8,sinks=3,block=32"
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpret where there is no GPU, in these tests alone."""
+    monkeypatch.setenv(triton_decode.OPT_IN, "1")
     if not GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(triton_decode, "_processor", lambda device: ("test", 1))
@@ -48,14 +49,14 @@ def prefilled(scheme: str, count: int) -> LayerCache:
 @needs_triton
 @pytest.mark.parametrize("scheme", ("kivi4", "int2", "fp8", "fp8-static", "k=nf4,v=int3", "lm2,centred"))
 def test_steps_are_those_of_a_growing_cache(scheme: str) -> None:
-    """Over two blocks' worth of steps: every bit that is stored, and what attention gives around each packing."""
+    """Over a packing: every bit that is stored, and what attention gives before and after it."""
     cache = prefilled(scheme, 80)
     layer = StaticLayer(cache, capacity=160)
-    for step in range(70):
+    for step in range(30):
         key, value = tokens(1, seed=100 + 2 * step)
         view = cache.append(key, value)
         layer.step(key, value)
-        if step in (0, 24, 25, 69):
+        if step in (26, 27):
             query = random(2, 6, 1, 32, seed=step).to(DEVICE)
             expected = reference.run(Call(query, view, 0.2))
             torch.testing.assert_close(layer.attend(query, 0.2), expected, rtol=1e-4, atol=1e-5)
@@ -68,7 +69,7 @@ def test_steps_are_those_of_a_growing_cache(scheme: str) -> None:
     for slot in cache.store.record.keys + cache.store.record.values:
         where = slice(slot.offset, slot.offset + slot.part.nbytes)
         assert torch.equal(layer.pool[: 2 * blocks, :, where], cache.store.pool[: 2 * blocks, :, where])
-    assert blocks == 4
+    assert blocks == 3
 
 
 @needs_triton
@@ -162,7 +163,7 @@ def test_a_whole_model_in_one_graph() -> None:
     with torch.no_grad():
         model(input_ids=ids[:, :-1], **{name: cache})
         frozen, token = kvbits.freeze(cache, capacity=60), ids[:, -1:].clone(memory_format=torch.contiguous_format)
-        for _ in range(4):
+        for _ in range(2):
             expected = model(input_ids=token, **{name: cache}).logits
             got = step(input_ids=token, **{name: frozen}).logits
             frozen.advance()

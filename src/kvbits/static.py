@@ -28,7 +28,6 @@ from kvbits.cache import LayerCache
 from kvbits.codecs import Codec
 from kvbits.encode import encode
 from kvbits.encode import triton as fast
-from kvbits.library import why_no_triton
 from kvbits.rows import Rows
 from kvbits.store import BlockStore, Memo
 from kvbits.types import Packed, Params
@@ -43,7 +42,7 @@ def why_not(cache: LayerCache) -> list[str]:
     reasons = []
     if cache.window is not None:
         reasons.append("blocks behind a sliding window are dropped")
-    if not why_no_triton(cache.keys.device):
+    if not triton_decode.why_not_on(cache.keys.device):
         reasons += _why_not_triton(cache, cache.keys.dtype, cache.values.dtype)
     return reasons
 

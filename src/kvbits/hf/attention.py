@@ -45,7 +45,7 @@ class Implementation(str):
 
     def __ne__(self, other: object) -> bool:
         if _CHOOSES_BY_NAME:
-            return str.__ne__(self, other)
+            return not isinstance(other, str) or str(self) != str(other)
         return not self == other
 
     def __hash__(self) -> int:  # dictionaries of implementations must find ours, not the stock one

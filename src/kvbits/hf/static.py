@@ -10,12 +10,14 @@ known to be padding.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NoReturn
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvbits.attend import triton_decode
 from kvbits.codecs import Exact
 from kvbits.hf.cache import KVCache, PackedLayer
 from kvbits.ring import RingLayer
@@ -139,6 +141,14 @@ class StaticKVCache(Cache):
     def __init__(self, cache: KVCache, capacity: int) -> None:
         super().__init__(layers=_frozen_layers(cache, capacity))
         self.scheme, self.capacity = cache.scheme, capacity
+        device = self.layers[0].core.keys.device
+        if device.type == "cuda" and (reasons := triton_decode.why_not_on(device)):
+            warnings.warn(
+                f"a frozen cache runs on the reference kernel here, which waits for {device} at each step and cannot "
+                f"be captured in a CUDA graph: the Triton kernel does not run, {', '.join(reasons)}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         for layer in self.layers:
             for x in layer.core.buffers:
                 if x.is_cuda:  # else torch.compile(mode="reduce-overhead") would refuse to capture what is written to
