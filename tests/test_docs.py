@@ -115,7 +115,7 @@ def test_readme_hub_snippet_is_python() -> None:
     }
 
 
-SAVED = [pytest.param(name, marks=pytest.mark.model) for name in ("chat", "save")]
+SAVED = [pytest.param(name, marks=pytest.mark.model) for name in ("chat", "save", "static")]
 
 
 @pytest.mark.parametrize("name", ["calibration", "journey", "measure", "plan", "schemes", *SAVED])
@@ -131,7 +131,7 @@ def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_every_runnable_snippet_has_a_test() -> None:
     names = {page.name for page in PAGES if python(page)}
-    plain = {"README", "calibration", "chat", "journey", "measure", "plan", "save", "schemes", "add-a-method"}
+    plain = {"README", "calibration", "chat", "journey", "measure", "plan", "save", "schemes", "static", "add-a-method"}
     assert names == {f"{name}.md" for name in plain}
 
 

@@ -42,6 +42,7 @@ FLOORS = {
     "kvbits.files": 4.1,
     "kvbits.fitting": 4.2,
     "kvbits.static": 4.1,
+    "kvbits.ring": 4.1,
     "kvbits.hf": 5,
     "kvbits.vllm": 5,
     "kvbits": 6,

@@ -1,7 +1,7 @@
 """kvbits: the KV cache of language models in 2 to 8 bits, and attention straight from the stored bits.
 
-Names are loaded at first use. ``cache_for``, ``enable``, ``disable``, ``load_model``, ``explain``, ``calibrate``,
-``save``, ``load`` and ``PrefixStore`` need Transformers; everything else works without it.
+Names are loaded at first use. ``cache_for``, ``freeze``, ``enable``, ``disable``, ``load_model``, ``explain``,
+``calibrate``, ``save``, ``load`` and ``PrefixStore`` need Transformers; everything else works without it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvbits.hf.cache import KVCache, nbytes_of
     from kvbits.hf.explain import explain
     from kvbits.hf.loading import load_model
+    from kvbits.hf.static import StaticKVCache, freeze
     from kvbits.prefixes import PrefixStore
     from kvbits.saving import Saved, load, save
     from kvbits.scheme import Scheme
@@ -33,11 +34,13 @@ __all__ = [
     "PrefixStore",
     "Saved",
     "Scheme",
+    "StaticKVCache",
     "cache_for",
     "calibrate",
     "disable",
     "enable",
     "explain",
+    "freeze",
     "load",
     "load_calibration",
     "load_model",
@@ -54,11 +57,13 @@ _LAZY = {
     "PrefixStore": "kvbits.prefixes",
     "Saved": "kvbits.saving",
     "Scheme": "kvbits.scheme",
+    "StaticKVCache": "kvbits.hf.static",
     "cache_for": "kvbits.hf.attach",
     "calibrate": "kvbits.calibration",
     "disable": "kvbits.hf.attach",
     "enable": "kvbits.hf.attach",
     "explain": "kvbits.hf.explain",
+    "freeze": "kvbits.hf.static",
     "load": "kvbits.saving",
     "load_calibration": "kvbits.files",
     "load_model": "kvbits.hf.loading",

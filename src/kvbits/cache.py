@@ -19,6 +19,7 @@ import torch
 
 from kvbits.attend import KVView, Transform
 from kvbits.attend.view import STORED_ORDER
+from kvbits.codecs import Codec
 from kvbits.encode import Unsound, encode
 from kvbits.growth import Limits
 from kvbits.late import Late, choose, not_late
@@ -101,7 +102,12 @@ class LayerCache:
         rotary: how the keys are rotated, for schemes that take the rotary embedding off; None where they are not.
         learned: params of keys and values from calibration, a key mean among them where the scheme is centred. What
             is not among them is taken from the first tokens that are packed.
+
+    Attributes:
+        encode: as :func:`kvbits.encode.encode`.
     """
+
+    encode: Callable[[Codec, torch.Tensor, Params], Packed] = staticmethod(encode)
 
     def __init__(
         self,
@@ -240,7 +246,7 @@ class LayerCache:
         late, order = self._find_late(work[0], total, blocks)
         # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
         ranges = [(None, blocks[0])] if even else list(enumerate(blocks))
-        most = max(self.packed_blocks) + max(blocks)
+        most = max(old + new for old, new in zip(self.packed_blocks, blocks, strict=True))
         params, fitted = [self.key_params, self.value_params], list(self.fitted)
         for side in range(2):
             if not fitted[side]:
@@ -380,7 +386,7 @@ class LayerCache:
                 piece = transform.apply(piece, self._begin(row) + first)
             piece = piece.unflatten(2, (-1, block))
             try:
-                packed.append(encode(codec, piece, params))
+                packed.append(self.encode(codec, piece, params))
             except Unsound as found:
                 raise self._unsound(side, found) from None
             if params and what not in self.warned and (warning := codec.saturation(piece, params)):

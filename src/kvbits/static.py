@@ -1,31 +1,35 @@
-"""Floor 4: ``StaticLayer``, a layer of fixed capacity whose decode step can be captured in a CUDA graph.
+"""Floor 4: ``StaticLayer``, a layer of fixed capacity whose decode step can be compiled, or captured in a CUDA graph.
 
 Nothing in a step depends on how much is held: buffers have their final size, and lengths are counted on the device.
-What cannot be captured is packing, once every ``block`` steps; the host does it between two replays::
+What cannot be captured is packing, once every ``block`` steps; the host does it between two steps, as a
+:class:`LayerCache` whose pool has its final size from the start::
 
-    layer = StaticLayer.of(cache, capacity=32_768)      # a LayerCache that holds the prompt
+    layer = StaticLayer(cache, capacity=32_768)         # a LayerCache that holds the prompt
     with torch.cuda.graph(graph):
         layer.step(key, value)
         out = layer.attend(query, scaling)
     for token in ...:
         graph.replay()
-        layer.advance()                                 # counts the step, packs when a block is full
-
-For a row-wise equal batch, without padding: what :func:`why_not` says no to stays with ``LayerCache``.
+        layer.advance()                                 # packs where a block is full
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
+from kvbits import memory
+from kvbits.attend import triton_decode
+from kvbits.attend.operator import ANGLES, attend_static
 from kvbits.attend.triton_shape import outliers_in, why_not_format
 from kvbits.cache import LayerCache
 from kvbits.codecs import Codec
-from kvbits.encode import Unsound, encode
+from kvbits.encode import encode
 from kvbits.encode import triton as fast
-from kvbits.store import Record
+from kvbits.rows import Rows
+from kvbits.store import BlockStore, Memo
 from kvbits.types import Packed, Params
 
 
@@ -33,100 +37,97 @@ def why_not(cache: LayerCache) -> list[str]:
     """Reasons why a cache cannot go on as a :class:`StaticLayer`."""
     if cache.keys is None or cache.values is None:
         return ["it is empty: prefill it first"]
-    reasons = []
     if not cache.scheme.packs:
-        reasons.append(f"{cache.scheme} packs nothing")
+        return [f"{cache.scheme} packs nothing"]
+    reasons = []
     if cache.window is not None:
-        reasons.append("a sliding window")
-    if cache.late_sinks:
-        reasons.append(f"late sinks ({cache.scheme})")
-    if cache.rows.valid is not None:
-        reasons.append("padded rows")
-    elif len(set(cache.held)) > 1:
-        reasons.append("rows of different lengths")
-    if cache.keys.dtype != cache.values.dtype:
-        reasons.append(f"{cache.keys.dtype} keys and {cache.values.dtype} values")
+        reasons.append("blocks behind a sliding window are dropped")
+    if not triton_decode.why_not_on(cache.keys.device):
+        reasons += _why_not_triton(cache, cache.keys.dtype, cache.values.dtype)
+    return reasons
+
+
+def _why_not_triton(cache: LayerCache, keys: torch.dtype, values: torch.dtype) -> list[str]:
+    """Reasons against the one kernel that reads lengths where they are counted, on the device."""
+    reasons = []
+    if keys != values:
+        reasons.append(f"{keys} keys and {values} values")
+    elif keys not in triton_decode.PARTS:
+        reasons.append(f"{keys} (bfloat16, float16 or float32 run)")
     view = cache.view()
-    key_slots, value_slots = view.blocks.record.keys, view.blocks.record.values
-    for side, x, slots, codec, params, fitted, transform in (
-        ("keys", cache.keys, key_slots, cache.scheme.key, cache.key_params, cache.fitted[0], view.key_transform),
-        (
-            "values",
-            cache.values,
-            value_slots,
-            cache.scheme.value,
-            cache.value_params,
-            cache.fitted[1],
-            view.value_transform,
-        ),
+    for side, codec, x, slots in (
+        ("keys", cache.scheme.key, view.keys, view.blocks.record.keys),
+        ("values", cache.scheme.value, view.values, view.blocks.record.values),
     ):
-        if cache.scheme.packs:
-            reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3], outliers_in(slots))]
-        # What a layer learns is part of the captured step, so it must be known before.
-        if not fitted and codec.learns:
-            reasons.append(f"{side}: {codec} has seen no block to take its static scale from")
-        if side == "keys" and cache.scheme.centred and transform.mean is None:
-            reasons.append("keys: no block has been packed to take their mean from")
-        if set(params) - {"scale", "mean", "balance"}:
-            reasons.append(f"{side}: {codec} has learned more than a scale")
+        reasons += [f"{side}: {reason}" for reason in why_not_format(codec.format, x.shape[3], outliers_in(slots))]
     return reasons
 
 
 class StaticLayer:
-    """Keys and values of one layer in buffers that never move. Made by :meth:`of`.
+    """Keys and values of one layer in buffers that never move.
+
+    Rows may hold different numbers of tokens; each step adds one token to every row.
+
+    Args:
+        cache: what it begins with, which is copied and stays as it is.
+        capacity: columns that it can hold, those of ``cache`` included, padding too.
 
     Attributes:
-        scheme: how they are stored.
-        keys, values: exact slots ``[B, H, sinks + residual + block, D]``.
-        pool: uint8 ``[N * B, H, record bytes]``.
+        keys, values: exact slots ``[B, H, sinks + late sinks + residual + block, D]``.
+        pool, table: see :class:`kvbits.store.Blocks`.
         counts, held: int32 ``[B]`` on the device: blocks and exact slots in use.
-        tokens: tokens that the host has counted.
+        columns: int64 ``[1]`` on the device: columns held.
+        tokens: columns that the host knows of.
+
+    Raises:
+        ValueError: for what :func:`why_not` says, or a capacity below what is held.
     """
 
     def __init__(self, cache: LayerCache, capacity: int) -> None:
         if reasons := why_not(cache):
             raise ValueError(f"{cache.name} cannot have a fixed capacity: {', '.join(reasons)}")
-        assert cache.keys is not None and cache.values is not None and cache.store is not None
         if capacity < cache.columns:
             raise ValueError(f"{cache.name} holds {cache.columns} tokens, more than the capacity of {capacity}")
-        scheme, view = cache.scheme, cache.view()
-        batch, heads, _, key_channels = view.keys.shape
-        self.scheme, self.capacity, self.tokens = scheme, capacity, cache.columns
-        self.key_params, self.value_params = cache.key_params, cache.value_params
-        self.key_transform, self.value_transform = view.key_transform, view.value_transform
-        assert scheme.residual is not None
-        slots = scheme.sinks + scheme.residual + scheme.block
-        self.record: Record = cache.store.record
-        self._exact, self._blocks = cache.held[0], cache.store.longest
-        most = max(self._blocks, -(-max(0, capacity - scheme.sinks - scheme.residual) // scheme.block))
-        if cache.rotary is not None:  # the angles of all blocks that there will be
-            rope = cache.rotary.rope(cache.rows, scheme.sinks, scheme.block, most, view.keys.device)
-            self.key_transform = replace(self.key_transform, rope=rope)
-        self.keys = view.keys.new_zeros(batch, heads, slots, key_channels)
-        self.values = view.values.new_zeros(batch, heads, slots, view.values.shape[3])
-        self.keys[:, :, : self._exact] = view.keys[:, :, : self._exact]
-        self.values[:, :, : self._exact] = view.values[:, :, : self._exact]
-        self.pool = view.blocks.pool.new_zeros(most * batch, heads, self.record.nbytes)
-        self.pool[: self._blocks * batch] = view.blocks.pool[view.blocks.table.t().flatten()]
-        device = self.keys.device
-        self.counts = torch.full((batch,), self._blocks, dtype=torch.int32, device=device)
-        self.held = torch.full((batch,), self._exact, dtype=torch.int32, device=device)
+        self.scheme, self.capacity, self.tokens = cache.scheme, capacity, cache.columns
+        with torch.inference_mode(False), torch.no_grad():
+            self._core = _roomy(cache, capacity)
+            self._allocate()
 
-    @staticmethod
-    def of(cache: LayerCache, capacity: int) -> StaticLayer:
-        """Copy what ``cache`` holds into buffers for ``capacity`` tokens.
+    def _allocate(self) -> None:
+        core = self._core
+        assert core.keys is not None and core.values is not None and core.store is not None
+        batch, slots, device = len(core.held), core.limits.most + 1, core.keys.device
+        self.pool, self.table = core.store.pool, core.store.table
+        # The kernel is compiled for it, so it holds for good: equal rows stay so, and others never are again.
+        self._in_order = core.store.in_order and core.even
+        self.keys, self.values = (x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (core.keys, core.values))
+        self.counts, self.held = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
+        self.columns = torch.full((1,), self.tokens, dtype=torch.int64, device=device)
+        learned = {name: x.clone() for name, x in _to_learn(core)}
+        self._learned = learned
+        if core.rotary is not None:
+            rope = core.rotary.rope(core.rows, core.sinks, self.scheme.block, max(1, self.table.shape[1]), device)
+            learned = {**learned, **{name: getattr(rope, name).contiguous() for name in ANGLES}}
+        self._tensors, self._names = list(learned.values()), ",".join(learned)
+        self._interleaved = core.rotary is not None and core.rotary.interleaved
+        self._text = str(self.scheme)
+        self._settle()
 
-        Raises:
-            ValueError: for what :func:`why_not` says, or a capacity below what is held.
-        """
-        return StaticLayer(cache, capacity)
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """All tensors that a step reads or writes."""
+        own = [self.keys, self.values, self.pool, self.table, self.counts, self.held, self.columns]
+        return own + self._tensors
 
     def step(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write one token, ``[B, H, 1, Dk]`` and ``[B, H, 1, Dv]``, into the next slot. Device work only."""
-        slot = self.held[:1].long()
-        self.keys.index_copy_(2, slot, key)
-        self.values.index_copy_(2, slot, value)
-        self.held += 1
+        """Write one token, ``[B, H, 1, Dk]`` and ``[B, H, 1, Dv]``, into each row's next slot. Device work only."""
+        slot = self.held.long()
+        if self.keys.device.type == "cpu":  # where attention then says what is wrong; devices stop by themselves
+            slot = slot.clamp(max=self.keys.shape[2] - 1)
+        for buffer, new in ((self.keys, key), (self.values, value)):
+            buffer.scatter_(2, slot.view(-1, 1, 1, 1).expand_as(new), new.detach())
+        self.held.add_(1)
+        self.columns.add_(1)
 
     def attend(
         self,
@@ -136,62 +137,155 @@ class StaticLayer:
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of ``query [B, Hq, 1, Dk]`` over all tokens: ``[B, Hq, 1, Dv]``. Device work only."""
-        from kvbits.attend.triton_op import attend_static
-
-        transform, rope = self.key_transform, self.key_transform.rope
-        angles = [] if rope is None else [rope.base_cos, rope.base_sin, rope.step_cos, rope.step_sin]
         out: torch.Tensor = attend_static(
-            query, self.keys, self.values, self.pool, self.counts, self.held, self.key_params.get("scale"),
-            self.value_params.get("scale"), transform.mean, transform.balance, angles, sink_logits, str(self.scheme),
-            rope is not None and rope.interleaved, scaling, softcap,
+            query, self.keys, self.values, self.pool, self.table, self.counts, self.held, self._tensors, self._names,
+            sink_logits, self._text, self._in_order, self._interleaved, scaling, softcap,
         )  # fmt: skip
         return out
 
-    def advance(self) -> None:
-        """Count one step on the host; pack the oldest recent tokens once a block of them is full.
+    def advance(self, columns: int | None = None) -> None:
+        """Tell the host what was stepped, and pack the oldest recent tokens where a block of them is full.
+
+        Args:
+            columns: that are held now; None asks the device, and waits for it.
 
         Raises:
-            ValueError: if the next step would not fit, or a value to be packed is not finite.
+            ValueError: if they are more than the capacity, more or fewer than the device has counted, or if a value to
+                be packed is not finite.
         """
-        if self.tokens >= self.capacity:
-            raise ValueError(f"the capacity of {self.capacity} tokens is full: make a StaticLayer with more")
-        self.tokens, self._exact = self.tokens + 1, self._exact + 1
-        if self._exact == self.keys.shape[2]:
-            self._pack()
+        columns = int(self.columns) if columns is None else columns
+        if columns > self.capacity:
+            raise ValueError(f"the capacity of {self.capacity} tokens is full: make a larger one")
+        self.tokens = columns
+        since = columns - self._core.columns
+        if self._core.limits.packable(max(self._core.held) + since):
+            self._pack(since)
 
-    def _pack(self) -> None:
-        """Encode the oldest block and move what stays to the front, all in place."""
-        sinks, block = self.scheme.sinks, self.scheme.block
-        sides = (
-            ("keys", self.keys, self.scheme.key, self.key_params, self.key_transform),
-            ("values", self.values, self.scheme.value, self.value_params, self.value_transform),
-        )
-        encoded: list[Packed] = []
-        for side, buffer, codec, params, transform in sides:
-            oldest = buffer[:, :, sinks : sinks + block]
-            if not transform.is_nothing:
-                oldest = transform.apply(oldest, self._blocks)
-            try:
-                encoded.append(_encode(codec, oldest.unflatten(2, (1, block)), params))
-            except Unsound as found:
-                raise ValueError(
-                    f"{found.count} of the {side} to be packed are NaN, infinite or above {found.limit:g}, which "
-                    f"{codec} blocks cannot hold without spoiling their neighbours"
-                ) from None
-        batch = self.keys.shape[0]
-        target = self.pool[self._blocks * batch : (self._blocks + 1) * batch]  # [B, H, bytes]
-        for slots, packed in zip((self.record.keys, self.record.values), encoded, strict=True):
-            for slot in slots:
-                part = packed[slot.part.name][:, :, 0].flatten(2).contiguous().view(torch.uint8)
-                target[..., slot.offset : slot.offset + slot.part.nbytes] = part
-        for _, buffer, _, _, _ in sides:
-            buffer[:, :, sinks:-block] = buffer[:, :, sinks + block :].clone()
-            buffer[:, :, -block:] = 0
-        self._exact, self._blocks = self._exact - block, self._blocks + 1
-        self.held -= block
-        self.counts += 1
+    def _pack(self, since: int) -> None:
+        """Let the :class:`LayerCache` append what has come since it last did."""
+        core = self._core
+        if (counted := int(self.columns)) != self.tokens:
+            raise ValueError(
+                f"{core.name}: the host counts {self.tokens} columns and the device {counted}; tell advance() of every "
+                "step that ran and of no other, or let it ask the device"
+            )
+        keys, values = (self._newest(x, since) for x in (self.keys, self.values))
+        rows = core.rows.extend(len(core.held), since, epoch=core.rows.last_epoch)  # as the angles here foretell
+        core.append(keys, values, rows)
+        with torch.inference_mode(False), torch.no_grad():
+            self._settle()
+
+    def _newest(self, buffer: torch.Tensor, since: int) -> torch.Tensor:
+        """The tokens that the :class:`LayerCache` has not been given, ``[B, H, since, D]``."""
+        held = self._core.held
+        if self._core.even:
+            return buffer[:, :, held[0] : held[0] + since]
+        return torch.stack([row[:, first : first + since] for row, first in zip(buffer, held, strict=True)])
+
+    def _settle(self) -> None:
+        """Take over, in place, what the :class:`LayerCache` holds now."""
+        core = self._core
+        assert core.keys is not None and core.values is not None and core.store is not None
+        assert core.store.pool is self.pool and core.store.table is self.table
+        most = max(core.held)
+        for buffer, kept in ((self.keys, core.keys), (self.values, core.values)):
+            buffer[:, :, :most] = kept[:, :, :most]
+            buffer[:, :, most:] = 0
+        core.keys, core.values = self.keys, self.values
+        self.held.copy_(torch.tensor(core.held))
+        self.counts.copy_(torch.tensor(core.packed_blocks))
+        for name, x in _known(core):
+            self._learned[name].copy_(x)
+
+    def take_back(self) -> None:
+        """Forget what was stepped since the host was last told."""
+        self.columns.fill_(self.tokens)
+        since = self.tokens - self._core.columns
+        self.held.copy_(torch.tensor(self._core.held) + since)
+
+    def reset(self) -> None:
+        """Forget all tokens, and what was learned of them; the buffers stay.
+
+        Raises:
+            ValueError: where keys are turned by positions that another text would not have.
+        """
+        core = self._core
+        if core.rotary is not None and (core.rows.runs is not None or core.rows.first_epoch):
+            raise ValueError(
+                f"{core.name} turns keys by the positions of the text that it was frozen with, which did not begin at "
+                "0 or did not go on by one; freeze a cache of the next text instead"
+            )
+        core.keys, core.values = self.keys, self.values
+        core.held, core.late = [0] * len(core.held), ((),) * len(core.held)
+        core.rows, core.even = Rows(len(core.held)), True
+        assert core.store is not None
+        core.store.truncate([0] * len(core.held))
+        core.store.used = 0
+        (core.key_params, core.value_params), core.fitted, core.warned = core.learned, (False, False), set()
+        self.tokens = 0
+        self.columns.zero_()
+        self._settle()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, the room for later tokens included."""
+        return sum(x.nbytes for x in self.buffers)
 
 
-def _encode(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
+class _Roomy(LayerCache):
     """With Triton where it runs: it is not in ``encode.KERNELS`` while it has not been tested on a GPU."""
-    return encode(codec, x, params) if fast.why_not(codec, x) else fast.run(codec, x, params)
+
+    @staticmethod
+    def encode(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
+        """As :func:`kvbits.encode.encode`."""
+        return encode(codec, x, params) if fast.why_not(codec, x) else fast.run(codec, x, params)
+
+
+def _roomy(cache: LayerCache, capacity: int) -> LayerCache:
+    """A copy of ``cache`` whose pool and table need not grow before it holds ``capacity`` columns."""
+    assert cache.keys is not None and cache.values is not None and cache.store is not None
+    block, limits = cache.scheme.block, cache.limits
+    most = [
+        max(held, (tokens + capacity - cache.columns - limits.sinks - (limits.residual or 0)) // block)
+        for held, tokens in zip(cache.packed_blocks, cache.rows.counts, strict=True)
+    ]
+    order, table = cache.store.in_table_order()
+    blocks = cache.store.pool[: cache.store.used] if order is None else cache.store.pool[order]
+    record = replace(cache.store.record, memo=Memo())
+    store = BlockStore.of(record, blocks, table, cache.packed_blocks, cache.store.blank)
+    room = len(blocks) + sum(most) - sum(cache.packed_blocks)
+    pool = memory.allocate((max(1, room), *blocks.shape[1:]), blocks.device)
+    pool[: len(blocks)] = blocks
+    wide = table.new_zeros(table.shape[0], max(1, *most))
+    wide[:, : table.shape[1]] = table
+    store.pool, store.table = pool, wide
+    twin = _Roomy(cache.scheme, cache.window, cache.name, cache.rotary, cache.learned)
+    twin.key_params, twin.value_params, twin.fitted = cache.key_params, cache.value_params, cache.fitted
+    twin.restore(cache.rows, cache.keys, cache.values, cache.held, cache.late, store)
+    return twin
+
+
+def _known(core: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
+    """Params of both sides, under the names that the operator takes them by."""
+    for side, params in (("key", core.key_params), ("value", core.value_params)):
+        for name, x in params.items():
+            yield f"{side}.{name}", x
+
+
+def _to_learn(core: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, and before anything was packed also what will be learned then: tensors of its shape."""
+    known = dict(_known(core))
+    assert core.keys is not None and core.values is not None
+    for side, codec, x, learned in (
+        ("key", core.scheme.key, core.keys, core.learned[0]),
+        ("value", core.scheme.value, core.values, core.learned[1]),
+    ):
+        batch, heads, _, channels = x.shape
+        if side == "key" and core.scheme.centred:
+            known.setdefault("key.mean", x.new_zeros(heads, channels, dtype=torch.float32))
+            if codec.rotates and not codec.learns:
+                known.setdefault("key.balance", x.new_ones(heads, channels, dtype=torch.float32))
+        if codec.learns and not set(learned) - {"mean"}:
+            for name, found in codec.fit(x.new_ones(batch, heads, core.scheme.block, channels)).items():
+                known.setdefault(f"{side}.{name}", found)
+    yield from known.items()

@@ -50,8 +50,7 @@ def why_not(call: Call) -> list[str]:
     view, query = call.view, call.query
     if reasons := why_no_triton(query.device):
         return reasons
-    if not interpreted() and os.environ.get(OPT_IN) != "1":
-        reasons.append(f"it has not been verified on a GPU yet ({OPT_IN}=1 tries it)")
+    reasons = why_not_on(query.device)
     if query.dtype not in PARTS:
         reasons.append(f"{query.dtype} queries (bfloat16, float16 or float32 run)")
     elif view.keys.dtype != query.dtype or view.values.dtype != query.dtype:
@@ -68,6 +67,14 @@ def why_not(call: Call) -> list[str]:
             reasons.append(f"{side}: rotated before the rotary embedding")
     if view.value_transform.rope is not None or view.value_transform.balance is not None:
         reasons.append("values: a rotary embedding, or channels that were divided")
+    return reasons
+
+
+def why_not_on(device: torch.device) -> list[str]:
+    """Reasons against that hold for all calls on ``device``."""
+    reasons = why_no_triton(device)
+    if not reasons and not interpreted() and os.environ.get(OPT_IN) != "1":
+        reasons.append(f"it has not been verified on a GPU yet ({OPT_IN}=1 tries it)")
     return reasons
 
 

@@ -28,9 +28,10 @@ from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import KVCache, PackedLayer
 from kvbits.hf.columns import Columns
 from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
+from kvbits.hf.static import StaticKVCache
 from kvbits.hf.tokens import text_of
 from kvbits.hf.translate import scheme_of_cache_config
-from kvbits.numerics.modes import outside_graphs
+from kvbits.numerics.modes import host_runs, outside_graphs
 from kvbits.rotary import Rotary
 from kvbits.scheme import Scheme
 from kvbits.types import Params
@@ -361,15 +362,25 @@ class _PrepareInputs(_Wrapper):
     name = "prepare_inputs_for_generation"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = self.stock(*args, **kwargs)
         bound = {**self.takes.bind(*args, **kwargs).arguments, **kwargs}
-        given = next((c for c in map(bound.get, _CACHE_NAMES) if isinstance(c, KVCache)), None)
+        given = next((c for c in map(bound.get, _CACHE_NAMES) if isinstance(c, (KVCache, StaticKVCache))), None)
+        if isinstance(given, StaticKVCache):
+            # One forward ran since the last call of the same generate; before the first nobody knows how many.
+            first = "is_first_iteration" not in self.takes.parameters or bound.get("is_first_iteration")
+            given.make_room(None if first or self.model.device.type == "cpu" else 1)
+        inputs = self.stock(*args, **kwargs)
         if given is not None and bound.get("use_cache") is False:
             raise ValueError(
                 "use_cache=False makes generate pass the whole text at every step, to a cache that holds it already; "
                 "pass use_cache=True, or no cache"
             )
         if given is not None and all(inputs.get(name) is None for name in _CACHE_NAMES):
+            if isinstance(given, StaticKVCache):
+                raise ValueError(
+                    f"{type(self.model).__name__} reads the whole text anew where it outgrows its short rotary "
+                    "factors, and a frozen cache cannot; freeze one that holds more than "
+                    "original_max_position_embeddings"
+                )
             given.reset()
             if bound.get("cache_position") is not None:  # early releases would read the last token alone
                 columns = torch.arange(bound["input_ids"].shape[1], device=bound["input_ids"].device)
@@ -385,6 +396,12 @@ def cache_name(model: torch.nn.Module) -> str:
     return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
 
 
+def _refuse_padding(mask: Any) -> None:
+    """Raise for a 2-D mask ``[B, columns]`` whose newest column is padding: a frozen cache stores all it is given."""
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
+        raise ValueError("attention_mask calls a new token padding; a frozen cache takes one token of text in each row")
+
+
 class _Announcer:
     """A pair of hooks that tell the cache in a call's arguments about the call's padding mask, and when it is over.
 
@@ -395,8 +412,17 @@ class _Announcer:
         self.attachment = attachment
         self.names = list(inspect.signature(module.forward).parameters)
 
-    @outside_graphs
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = self._cache(args, kwargs)
+        if not isinstance(cache, StaticKVCache):
+            return self._begin(module, args, kwargs)
+        if host_runs():  # else this is part of a graph
+            _refuse_padding(self._argument("attention_mask", args, kwargs))
+            cache.make_room()
+        return args, kwargs
+
+    @outside_graphs
+    def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = self._cache(args, kwargs)
         if cache is None and self._wants_default(module, args, kwargs):
             assert self.attachment is not None
@@ -415,10 +441,16 @@ class _Announcer:
             cache.columns.place(self._positions(args, kwargs))
         return args, kwargs
 
-    @outside_graphs
     def end(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook, called always: tells the cache that the call is over; without an output it has failed."""
         cache = self._cache(args, kwargs)
+        if not isinstance(cache, StaticKVCache):
+            self._end(cache, output)
+        elif output is None and host_runs():
+            cache.take_back()
+
+    @outside_graphs
+    def _end(self, cache: Cache | None, output: Any) -> None:
         if isinstance(cache, KVCache):
             cache.end(id(self), failed=output is None)
 

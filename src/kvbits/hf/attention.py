@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvbits.attend import Call, choose, explain
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, packed_pair
+from kvbits.hf.static import Frozen
 from kvbits.numerics.modes import outside_graphs, without_autocast
 
 STOCK_OF = {"kvbits": "sdpa", "kvbits_eager": "eager"}
@@ -44,14 +45,14 @@ class Implementation(str):
 
     def __ne__(self, other: object) -> bool:
         if _CHOOSES_BY_NAME:
-            return str.__ne__(self, other)
+            return not isinstance(other, str) or str(self) != str(other)
         return not self == other
 
     def __hash__(self) -> int:  # dictionaries of implementations must find ours, not the stock one
-        return str.__hash__(self)
+        return hash(str(self))
 
     def __str__(self) -> str:
-        return str.__str__(self)
+        return self.lower()  # as it is, but an ordinary string; torch.compile follows this, and not str.__str__
 
     def __format__(self, spec: str) -> str:
         """The stock name, where it becomes part of another: ``paged|sdpa`` of early releases' continuous batching."""
@@ -121,7 +122,7 @@ def attention(
 
     Args:
         query: ``[B, Hq, q, D]``.
-        key, value: handles, or ordinary ``[B, H, T, D]``.
+        key, value: handles, a frozen layer, or ordinary ``[B, H, T, D]``.
         attention_mask: None, or bool or additive ``[B, 1 or Hq, q, T]``.
         stock: which stock function takes ordinary tensors.
         options: ``softcap`` and ``s_aux`` (gpt-oss) are used; the window of a sliding layer is in the mask.
@@ -129,6 +130,9 @@ def attention(
     Returns:
         ``[B, q, Hq, D]`` and None (or the weights, from the stock function).
     """
+    if isinstance(key, Frozen):
+        reasons = why_decode(module, dropout, options)
+        return key.attend(query, scaling, options.get("softcap"), options.get("s_aux"), reasons), None
     pair = packed_pair(key, value)
     if pair is None or why_decode(module, dropout, options):
         function = stock_function(module, stock)

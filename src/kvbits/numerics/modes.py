@@ -16,9 +16,19 @@ def outside_graphs(function: _Function) -> _Function:
     """Leave ``function`` out of the graphs of ``torch.compile``: what it does depends on what a cache holds by then."""
     options = {}
     if "reason" in inspect.signature(torch.compiler.disable).parameters:  # not in early releases
-        options["reason"] = "a kvbits cache is no part of a compiled graph; compile the model without fullgraph=True"
+        options["reason"] = (
+            "a kvbits cache is no part of a compiled graph; freeze it, kvbits.freeze(cache, capacity), or compile the "
+            "model without fullgraph=True"
+        )
     disabled: _Function = torch.compiler.disable(function, **options)
     return disabled
+
+
+def host_runs() -> bool:
+    """Whether Python runs at each step; not while ``torch.compile`` traces it or a CUDA graph records it."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
