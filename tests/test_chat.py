@@ -452,7 +452,7 @@ class Terminal:
         os.close(theirs)
         self.terminal, self.output = ours, ""
 
-    def wait_for(self, text: str, seconds: float = 120) -> str:
+    def wait_for(self, text: str, seconds: float = 600) -> str:
         """Everything since the last time, up to ``text``."""
         end = time.monotonic() + seconds
         while text not in self.output:
