@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import kvbits
 import stored
 import zoo
-from kvbits import static
 from kvbits.attend import Call, KVView, native, reference
 from kvbits.attend import view as view_module
 from kvbits.attend.view import STORED_ORDER
@@ -198,12 +197,6 @@ def test_windows_and_exact_caches_have_none() -> None:
             cache.append(*tokens(1, 100, seed, share=0.1))
         assert not any(cache.late) and cache.view().late == ()
     assert LayerCache(scheme, window=50).late_sinks == 0
-
-
-def test_layers_of_fixed_capacity_refuse_them() -> None:
-    cache = LayerCache(Scheme.parse(f"int4,{OPTIONS}"))
-    cache.append(*tokens(1, 100, 0))
-    assert f"late sinks (int4,{OPTIONS})" in static.why_not(cache)
 
 
 # -- every operation, in any order -------------------------------------------------------------------------------------
