@@ -463,7 +463,8 @@ class _Announcer:
         some = ids is not None and type(keep) is int and 0 < keep < ids.shape[1]
         if not some or self._wants_more(module, args, kwargs):
             return args, kwargs
-        done = cache.read_ahead(module, ids[:, :-keep], self._argument("attention_mask", args, kwargs))
+        mask, positions = self._argument("attention_mask", args, kwargs), self._positions(args, kwargs)
+        done = cache.read_ahead(module, ids, keep, mask, positions)
         for name in ("input_ids", "position_ids", "cache_position") if done else ():
             if isinstance(given := self._argument(name, args, kwargs), torch.Tensor):
                 args, kwargs = self._with(name, given[..., done:], args, kwargs)
@@ -473,7 +474,7 @@ class _Announcer:
         """Whether the call is for more than the last logits: a loss, gradients, what layers return."""
         if torch.is_grad_enabled() or self._argument("labels", args, kwargs) is not None:
             return True
-        wanted = ("output_hidden_states", "output_attentions")
+        wanted = ("output_hidden_states", "output_attentions", "output_router_logits")
         given = {name: self._argument(name, args, kwargs) for name in wanted}
         return any(getattr(module.config, name, False) if x is None else x for name, x in given.items())
 
