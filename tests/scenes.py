@@ -147,6 +147,27 @@ def features() -> dict[str, Any]:
     return found
 
 
+def calls() -> dict[str, Any]:
+    """Prompts that no slices are read of: at positions of one's own, with a mask of the new ids alone."""
+    model, ids, found = tiny(), prompt(300), {}
+    positions = torch.cat([torch.arange(150), torch.arange(400, 550)])[None]
+    for name, cache in (
+        ("alone", kvbits.cache_for(model, SCHEMES[0])),
+        ("together", parallel.cache_for(model, SCHEMES[0])),
+    ):
+        call = {"logits_to_keep": 1, cache_name(model): cache}
+        with torch.no_grad(), most_computed(model) as computed:
+            logits = model(ids, position_ids=positions, **call).logits
+            told = refusal(model, prompt(50), attention_mask=torch.ones(1, 50), **call)
+        found[name] = {
+            "logits": logits[0, -1].tolist(),
+            "told": told,
+            "columns": cache.get_seq_length(),
+            "computed": computed,
+        }
+    return found
+
+
 def refusals() -> dict[str, Any]:
     """What is refused, on every rank alike, and that the cache is as it was."""
     model, rank = tiny(), dist.get_rank()

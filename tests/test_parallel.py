@@ -10,9 +10,12 @@ import pytest
 import torch
 from filelock import FileLock
 
+import kvbits
 import ranks
+import zoo
 from kvbits.attend import KERNELS, Call
 from kvbits.cache import LayerCache
+from kvbits.hf.attach import cache_name
 from kvbits.parallel.join import merge, with_sinks
 from kvbits.scheme import Scheme
 from kvbits.turns import Turns
@@ -95,6 +98,27 @@ def test_a_kernel_returns_the_log_of_its_sums(scheme: str, queries: int, kernel:
     torch.testing.assert_close(log_sums.double(), true, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, True),
+        ({"logits_to_keep": 0}, False),
+        ({"output_router_logits": True}, False),
+        ({"output_hidden_states": True}, False),
+    ],
+    ids=str,
+)
+def test_only_a_call_for_its_last_logits_is_read_ahead(
+    options: dict[str, Any], asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = zoo.build("mixtral"), []
+    cache = kvbits.cache_for(model, "int4")
+    monkeypatch.setattr(cache, "read_ahead", lambda *arguments: calls.append(arguments) or 0)
+    with torch.no_grad():
+        model(zoo.prompt(1, 20), **{"logits_to_keep": 1, cache_name(model): cache, **options})
+    assert len(calls) == asked
+
+
 # -- real processes ----------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +138,7 @@ def found_by(world: int, factory: pytest.TempPathFactory, *scenes: str) -> list[
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return found_by(2, tmp_path_factory, "generation", "sliced", "features", "refusals", "tensor")
+    return found_by(2, tmp_path_factory, "generation", "sliced", "features", "calls", "refusals", "tensor")
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +158,15 @@ def test_ranks_generate_what_one_process_does(ranks_found: list[dict[str, Any]],
         for scheme, one in rank[scene].items():
             assert one["together"] == one["alone"], (scene, scheme)
             assert one.get("within", one["alone"]) == one["alone"], (scene, scheme)
+
+
+def test_what_is_no_plain_text_behind_what_is_held_is_not_read_in_slices(two: list[dict[str, Any]]) -> None:
+    """It is one call, as in one process: at its own positions, and refused before any of it is read."""
+    for rank in two:
+        alone, together = rank["calls"]["alone"], rank["calls"]["together"]
+        torch.testing.assert_close(torch.tensor(together["logits"]), torch.tensor(alone["logits"]))
+        assert "a mask of the new ones alone" in together["told"]
+        assert together["columns"] == alone["columns"] == 300 and together["computed"] == alone["computed"] == [300]
 
 
 def test_generate_computes_a_slice_of_the_prompt(ranks_found: list[dict[str, Any]]) -> None:

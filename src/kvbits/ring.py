@@ -90,13 +90,33 @@ class RingLayer:
 
     def advance(self, columns: int | None = None) -> None:
         """As :meth:`kvbits.static.StaticLayer.advance`; nothing is packed."""
-        columns = int(self.columns) if columns is None else columns
+        self.count(int(self.columns) if columns is None else columns)
+
+    def count(self, columns: int) -> None:
+        """As :meth:`kvbits.static.StaticLayer.count`."""
         if columns > self.capacity:
             raise ValueError(f"the capacity of {self.capacity} tokens is full: make a larger one")
         self.tokens = columns
 
+    def pack(self) -> None:
+        """Nothing is packed."""
+
+    def refuse_take_back(self) -> None:
+        """Raise RuntimeError where steps have overwritten what a window would see again without them."""
+        stepped, slots = int(self.columns), self.keys.shape[2]
+        tokens = min(self.tokens, stepped)
+        if stepped > max(slots, tokens + 1):  # a single step took the slot that the next one takes anyway
+            raise RuntimeError(
+                f"{stepped - tokens} steps without advance() cannot be taken back, for they have overwritten tokens "
+                f"that the window of {slots} would see again; freeze the growing cache anew"
+            )
+
     def take_back(self) -> None:
-        """Forget what was stepped since the host was last told: one step at most, whose slot the next one takes."""
+        """As :meth:`kvbits.static.StaticLayer.take_back`, where :meth:`refuse_take_back` does not."""
+        self.refuse_take_back()
+        stepped = int(self.columns)
+        self.tokens = min(self.tokens, stepped)
+        self.seen[:, torch.arange(self.tokens, stepped, device=self.seen.device) % self.keys.shape[2]] = False
         self.columns.fill_(self.tokens)
 
     def reset(self) -> None:

@@ -153,17 +153,20 @@ class StaticLayer:
             ValueError: if they are more than the capacity, more or fewer than the device has counted, or if a value to
                 be packed is not finite.
         """
-        columns = int(self.columns) if columns is None else columns
+        self.count(int(self.columns) if columns is None else columns)
+        self.pack()
+
+    def count(self, columns: int) -> None:
+        """Note how many columns are held, the first half of :meth:`advance`. Raises ValueError beyond the capacity."""
         if columns > self.capacity:
             raise ValueError(f"the capacity of {self.capacity} tokens is full: make a larger one")
         self.tokens = columns
-        since = columns - self._core.columns
-        if self._core.limits.packable(max(self._core.held) + since):
-            self._pack(since)
 
-    def _pack(self, since: int) -> None:
-        """Let the :class:`LayerCache` append what has come since it last did."""
-        core = self._core
+    def pack(self) -> None:
+        """Pack what is due, the other half: the :class:`LayerCache` appends what has come since it last did."""
+        core, since = self._core, self.tokens - self._core.columns
+        if not core.limits.packable(max(core.held) + since):
+            return
         if (counted := int(self.columns)) != self.tokens:
             raise ValueError(
                 f"{core.name}: the host counts {self.tokens} columns and the device {counted}; tell advance() of every "
@@ -198,7 +201,8 @@ class StaticLayer:
             self._learned[name].copy_(x)
 
     def take_back(self) -> None:
-        """Forget what was stepped since the host was last told."""
+        """Forget what was stepped since the host was last told, and of what it was told all that did not run."""
+        self.tokens = min(self.tokens, int(self.columns))
         self.columns.fill_(self.tokens)
         since = self.tokens - self._core.columns
         self.held.copy_(torch.tensor(self._core.held) + since)

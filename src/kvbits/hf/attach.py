@@ -396,12 +396,6 @@ def cache_name(model: torch.nn.Module) -> str:
     return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
 
 
-def _refuse_padding(mask: Any) -> None:
-    """Raise for a 2-D mask ``[B, columns]`` whose newest column is padding: a frozen cache stores all it is given."""
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
-        raise ValueError("attention_mask calls a new token padding; a frozen cache takes one token of text in each row")
-
-
 class _Announcer:
     """A pair of hooks that tell the cache in a call's arguments about the call's padding mask, and when it is over.
 
@@ -417,8 +411,8 @@ class _Announcer:
         if not isinstance(cache, StaticKVCache):
             return self._begin(module, args, kwargs)
         if host_runs():  # else this is part of a graph
-            _refuse_padding(self._argument("attention_mask", args, kwargs))
-            cache.make_room()
+            cache.begin(id(self))
+            cache.refuse_mask(self._argument("attention_mask", args, kwargs))
         return args, kwargs
 
     @outside_graphs
@@ -446,8 +440,8 @@ class _Announcer:
         cache = self._cache(args, kwargs)
         if not isinstance(cache, StaticKVCache):
             self._end(cache, output)
-        elif output is None and host_runs():
-            cache.take_back()
+        elif host_runs():
+            cache.end(id(self), failed=output is None)
 
     @outside_graphs
     def _end(self, cache: Cache | None, output: Any) -> None:
@@ -463,7 +457,8 @@ class _Announcer:
         some = ids is not None and type(keep) is int and 0 < keep < ids.shape[1]
         if not some or self._wants_more(module, args, kwargs):
             return args, kwargs
-        done = cache.read_ahead(module, ids[:, :-keep], self._argument("attention_mask", args, kwargs))
+        mask, positions = self._argument("attention_mask", args, kwargs), self._positions(args, kwargs)
+        done = cache.read_ahead(module, ids, keep, mask, positions)
         for name in ("input_ids", "position_ids", "cache_position") if done else ():
             if isinstance(given := self._argument(name, args, kwargs), torch.Tensor):
                 args, kwargs = self._with(name, given[..., done:], args, kwargs)
@@ -473,7 +468,7 @@ class _Announcer:
         """Whether the call is for more than the last logits: a loss, gradients, what layers return."""
         if torch.is_grad_enabled() or self._argument("labels", args, kwargs) is not None:
             return True
-        wanted = ("output_hidden_states", "output_attentions")
+        wanted = ("output_hidden_states", "output_attentions", "output_router_logits")
         given = {name: self._argument(name, args, kwargs) for name in wanted}
         return any(getattr(module.config, name, False) if x is None else x for name, x in given.items())
 

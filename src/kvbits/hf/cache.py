@@ -242,8 +242,19 @@ class KVCache(Cache):
         if self._forward_of is not None:
             self._touched[layer] = columns
 
-    def read_ahead(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """Read some of the ids ``[B, n]`` of a call whose logits are not wanted, before it; here none.
+    def read_ahead(
+        self,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        keep: int,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+    ) -> int:
+        """Read some of the ids ``[B, n]`` of a call, of which only the last ``keep`` logits are wanted; here none.
+
+        Args:
+            model, ids, mask, positions: of the call, as its caller gave them.
+            keep: between 0 and n.
 
         Returns:
             How many columns have been read; the call is then made without them.

@@ -10,6 +10,8 @@ known to be padding.
 
 from __future__ import annotations
 
+import copy
+import operator
 import warnings
 from typing import Any, NoReturn
 
@@ -88,7 +90,7 @@ class FrozenLayer(CacheLayerMixin):
         """Write one token of each row.
 
         Raises:
-            ValueError: for more tokens than one, or other rows than those that are held.
+            ValueError: for more tokens than one, or other rows, heads, channels or dtypes than those that are held.
         """
         rows = self.core.keys.shape[0]
         if key_states.shape[0] != rows or key_states.shape[2] != 1:
@@ -96,6 +98,12 @@ class FrozenLayer(CacheLayerMixin):
                 f"a frozen cache takes one token of each of its {rows} rows at a time, and got {key_states.shape[2]} "
                 f"of {key_states.shape[0]}; let the kvbits.KVCache read all but the last token of a prompt, then "
                 "freeze it"
+            )
+        held, new = _kind(self.core.keys, self.core.values), _kind(key_states, value_states)
+        if held != new:
+            raise ValueError(
+                f"{self.name} holds (heads, key channels, value channels, dtypes) = {held} and got {new}; use a frozen "
+                "cache with the model that it was made for, in its dtype, in or out of torch.autocast as before"
             )
         self.core.step(key_states, value_states)
         return self.handle, self.handle
@@ -117,6 +125,10 @@ class FrozenLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; the buffers stay where they are."""
         self.core.reset()
+
+
+def _kind(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int, int, torch.dtype, torch.dtype]:
+    return keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, values.dtype
 
 
 def _refused(operation: str) -> Any:
@@ -141,6 +153,8 @@ class StaticKVCache(Cache):
     def __init__(self, cache: KVCache, capacity: int) -> None:
         super().__init__(layers=_frozen_layers(cache, capacity))
         self.scheme, self.capacity = cache.scheme, capacity
+        self._forward_of: int | None = None
+        self._text = cache.columns.rows.valid
         device = self.layers[0].core.keys.device
         if device.type == "cuda" and (reasons := triton_decode.why_not_on(device)):
             warnings.warn(
@@ -153,6 +167,15 @@ class StaticKVCache(Cache):
             for x in layer.core.buffers:
                 if x.is_cuda:  # else torch.compile(mode="reduce-overhead") would refuse to capture what is written to
                     torch._dynamo.mark_static_address(x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaticKVCache:
+        memo[id(self)] = twin = object.__new__(type(self))
+        with torch.inference_mode(False), torch.no_grad():  # copies made in that mode could not be written to outside
+            vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __copy__(self) -> StaticKVCache:
+        return copy.deepcopy(self)  # two that share their buffers would step each other
 
     def __repr__(self) -> str:
         return f"StaticKVCache({self.scheme}, {len(self.layers)} layers, {self.columns} of {self.capacity} tokens)"
@@ -180,14 +203,16 @@ class StaticKVCache(Cache):
         else:
             held = torch.cat([layer.core.columns for layer in self.layers]).tolist()
             columns = min(held)
-            if max(held) != columns:
+            if max(held) != columns or (self._forward_of is not None and columns != self.columns):
                 self.take_back()
                 raise RuntimeError(
                     "a forward was interrupted, or reached some layers only; what it had stored was taken back just "
                     f"now, and the cache holds {self.columns} columns again: repeat that call"
                 )
         for layer in self.layers:
-            layer.core.advance(columns)
+            layer.core.count(columns)
+        for layer in self.layers:
+            layer.core.pack()
 
     def make_room(self, steps: int | None = None) -> None:
         """As :meth:`advance`, before a forward that needs room for one token more."""
@@ -198,10 +223,76 @@ class StaticKVCache(Cache):
                 f"kvbits.freeze(cache, {2 * self.capacity}) for one"
             )
 
+    def refuse_mask(self, mask: Any) -> None:
+        """Check the mask of a forward that is not compiled: none is read, so there must be nothing to read in it.
+
+        Raises:
+            ValueError: for a 2-D mask ``[B, columns]`` of other text than that of the rows and one token more of each,
+                and for a 4-D mask that is none of those that Transformers makes, of the whole capacity.
+        """
+        if not isinstance(mask, torch.Tensor) or (mask.ndim == 4 and mask.shape[-1] == self.capacity):
+            return
+        shape = self.layers[0].core.keys.shape[0], self.columns + 1
+        if mask.ndim != 2 or tuple(mask.shape) != shape:
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)} must cover the columns in the frozen cache and the new one, "
+                f"{shape}; pass that or none"
+            )
+        text = mask != 0
+        if not bool(text[:, -1].all()):
+            raise ValueError(
+                "attention_mask calls a new token padding; a frozen cache takes one token of text in each row"
+            )
+        known = torch.ones_like(text)
+        if self._text is not None:
+            known[:, : self._text.shape[1]] = self._text
+        if not torch.equal(text, known):
+            raise ValueError(
+                "attention_mask calls other columns text than the calls before it did; a token of a frozen cache sees "
+                "all text of its row. Use the kvbits.KVCache for masks that hide some of it"
+            )
+
+    def begin(self, forward_of: int) -> None:
+        """A forward begins that is not compiled: of the model ``forward_of`` (its hook's id), or of one inside it."""
+        self.make_room()
+        if self._forward_of is None:
+            self._forward_of = forward_of
+
+    def end(self, forward_of: int, failed: bool) -> None:
+        """It ends. One that neither ends nor fails was interrupted, even where it had reached all layers."""
+        if failed:
+            self.take_back()
+        elif forward_of == self._forward_of:
+            self._forward_of = None
+
     def take_back(self) -> None:
-        """Forget what was stepped since :meth:`advance`; the model's hooks call it where a forward fails."""
+        """Forget what was stepped since :meth:`advance`; the model's hooks call it where a forward fails.
+
+        Raises:
+            RuntimeError: if several steps have overwritten what a window would see again; nothing has changed then.
+        """
+        for layer in self.layers:
+            if isinstance(layer.core, RingLayer):
+                layer.core.refuse_take_back()
+        self._forward_of = None
         for layer in self.layers:
             layer.core.take_back()
+
+    def reset(self) -> None:
+        """Forget all tokens; the buffers stay where they are."""
+        super().reset()
+        self._text = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in every Transformers cache. Raises ValueError for a layer that this cache does not have."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"this cache was made for a model of {len(self.layers)} layers and got layer {layer_idx}; use it with "
+                "that very model"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self) -> int:
@@ -227,13 +318,15 @@ def freeze(cache: KVCache, capacity: int) -> StaticKVCache:
         capacity: columns that each row can hold, those of ``cache`` included. Memory for them is taken now.
 
     Raises:
-        TypeError: for another kind of cache.
+        TypeError: for another kind of cache, or a capacity that is no whole number.
         ValueError: if the cache is empty or holds more than ``capacity``, or if a layer cannot be frozen: packed
             sliding windows, layers with other states than keys and values, chunked attention, or what
             :func:`kvbits.static.why_not` names.
     """
     if type(cache) is not KVCache:
         raise TypeError(f"freeze takes a kvbits.KVCache, not {type(cache).__name__}; make one with kvbits.cache_for")
+    if isinstance(capacity, bool) or not hasattr(capacity, "__index__"):
+        raise TypeError(f"capacity={capacity!r} is no number of tokens: give an int, such as 4096")
     cache.settle()
     if not cache.packed_layers:
         raise ValueError(
@@ -241,7 +334,7 @@ def freeze(cache: KVCache, capacity: int) -> StaticKVCache:
         )
     if not cache.columns.rows.columns:
         raise ValueError("the cache is empty: let it read a prompt before it is frozen, all but its last token")
-    return StaticKVCache(cache, capacity)
+    return StaticKVCache(cache, operator.index(capacity))
 
 
 def _frozen_layers(cache: KVCache, capacity: int) -> list[FrozenLayer]:

@@ -94,6 +94,16 @@ def padded(mask: torch.Tensor | None) -> bool:
     return mask is not None and not bool((mask != 0).all())
 
 
+def _follows(first: int, ids: torch.Tensor, mask: Any, positions: torch.Tensor | None) -> bool:
+    """Whether ``ids [B, n]`` are columns from ``first`` on, with the mask and the positions that a model would take."""
+    last = first + ids.shape[1]
+    whole = mask is None or (isinstance(mask, torch.Tensor) and tuple(mask.shape) == (len(ids), last))
+    if not whole or padded(mask):
+        return False
+    columns = torch.arange(first, last, device=ids.device)
+    return positions is None or (positions.shape[-1:] == columns.shape and bool((positions == columns).all()))
+
+
 class SharedColumns(Columns):
     """As :class:`Columns`, and sees to it that all ranks read the same.
 
@@ -195,11 +205,22 @@ class SharedCache(KVCache):
             for layer in self.shared_layers:
                 layer.sliced = False
 
-    def read_ahead(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """See :meth:`KVCache.read_ahead`: each rank computes its slice of the prompt, as :func:`prefill` does."""
-        if self.columns.chunk is not None or slices.why_not(model, self) or padded(mask):
+    def read_ahead(
+        self,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        keep: int,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+    ) -> int:
+        """See :meth:`KVCache.read_ahead`: each rank computes its slice of the prompt, as :func:`prefill` does.
+
+        Not of a call that is not plain text behind what is held: it is made as it is, and refused where it is wrong.
+        """
+        usual = self.columns.chunk is None and not slices.why_not(model, self)
+        if not usual or not _follows(self.get_seq_length(), ids, mask, positions):
             return 0
-        return slices.read(model, ids, self, CHUNK_TOKENS)
+        return slices.read(model, ids[:, :-keep], self, CHUNK_TOKENS)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` columns.
