@@ -402,6 +402,14 @@ def _refuse_padding(mask: Any) -> None:
         raise ValueError("attention_mask calls a new token padding; a frozen cache takes one token of text in each row")
 
 
+def _go_on(positions: torch.Tensor | None, columns: int, added: int) -> bool:
+    """Whether positions are those of ``added`` columns behind ``columns``, as where none are given."""
+    if positions is None:
+        return True
+    expected = torch.arange(columns, columns + added, device=positions.device)
+    return positions.shape[-1] == added and bool((positions == expected).all())
+
+
 class _Announcer:
     """A pair of hooks that tell the cache in a call's arguments about the call's padding mask, and when it is over.
 
@@ -463,7 +471,9 @@ class _Announcer:
         some = ids is not None and type(keep) is int and 0 < keep < ids.shape[1]
         if not some or self._wants_more(module, args, kwargs):
             return args, kwargs
-        done = cache.read_ahead(module, ids[:, :-keep], self._argument("attention_mask", args, kwargs))
+        if not _go_on(self._positions(args, kwargs), cache.columns.rows.columns, ids.shape[1]):
+            return args, kwargs
+        done = cache.read_ahead(module, ids, keep, self._argument("attention_mask", args, kwargs))
         for name in ("input_ids", "position_ids", "cache_position") if done else ():
             if isinstance(given := self._argument(name, args, kwargs), torch.Tensor):
                 args, kwargs = self._with(name, given[..., done:], args, kwargs)

@@ -242,8 +242,14 @@ class KVCache(Cache):
         if self._forward_of is not None:
             self._touched[layer] = columns
 
-    def read_ahead(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """Read some of the ids ``[B, n]`` of a call whose logits are not wanted, before it; here none.
+    def read_ahead(self, model: PreTrainedModel, ids: torch.Tensor, keep: int, mask: torch.Tensor | None) -> int:
+        """Read some of the ids ``[B, n]`` of a call before it: those whose logits are not wanted; here none.
+
+        Args:
+            model: the one that was called.
+            ids: of the whole call.
+            keep: logits of so many of them are wanted, the last ones.
+            mask: as the call has it.
 
         Returns:
             How many columns have been read; the call is then made without them.

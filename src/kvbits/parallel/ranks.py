@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 TIMEOUT_SECONDS = 300.0
 """How long ranks wait for each other: longer than the slowest of them computes between two exchanges."""
 
+_TEXT_BYTES = 1024
+"""Of a text that ranks compare."""
+
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Its name since PyTorch 2.13, and before."""
@@ -97,6 +100,15 @@ class Ranks:
                 f"{what} differ between the ranks that share a context ({told}): each must have the same part of the "
                 "model and run the same calls with the same ids; for sampling, set the same seed on all of them"
             )
+
+    def require_same(self, what: str, text: str, *, device: torch.device) -> None:
+        """Raise ValueError on every rank where ``text`` is not the same on all of them, with what each of them has."""
+        data = bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+        told = self.gather(torch.frombuffer(data, dtype=torch.uint8).to(device)).tolist()
+        texts = [bytes(row).decode(errors="replace").strip() for row in told]
+        if len(set(texts)) > 1:
+            each = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
+            raise ValueError(f"{what} must be the same on all ranks that share a context: {each}")
 
     def _run(self, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
         try:
