@@ -193,7 +193,7 @@ class KVCache(Cache):
         return self._model()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": _no_model}  # a weak reference cannot be pickled
+        return {**vars(self), "_model": no_model}  # a weak reference cannot be pickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         memo[id(self)] = twin = object.__new__(type(self))
@@ -474,7 +474,7 @@ def nbytes_of(caches: Iterable[KVCache]) -> ByteCount:
     return sum((cache._count(seen) for cache in caches), ByteCount())
 
 
-def _no_model() -> None:
+def no_model() -> None:
     """In place of the reference to a model."""
 
 

@@ -14,12 +14,12 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvbits.attend import triton_decode
 from kvbits.codecs import Exact
-from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.cache import KVCache, PackedLayer, no_model
 from kvbits.ring import RingLayer
 from kvbits.static import StaticLayer, why_not
 
@@ -136,11 +136,13 @@ class StaticKVCache(Cache):
     Attributes:
         scheme: what packed layers are stored by.
         capacity: columns that each row can hold, padding included.
+        tokens: ids that had been read when it was frozen, as :attr:`KVCache.tokens`.
     """
 
     def __init__(self, cache: KVCache, capacity: int) -> None:
         super().__init__(layers=_frozen_layers(cache, capacity))
-        self.scheme, self.capacity = cache.scheme, capacity
+        self.scheme, self.capacity, self.tokens = cache.scheme, capacity, cache.tokens
+        self._model = cache._model
         device = self.layers[0].core.keys.device
         if device.type == "cuda" and (reasons := triton_decode.why_not_on(device)):
             warnings.warn(
@@ -153,6 +155,14 @@ class StaticKVCache(Cache):
             for x in layer.core.buffers:
                 if x.is_cuda:  # else torch.compile(mode="reduce-overhead") would refuse to capture what is written to
                     torch._dynamo.mark_static_address(x)
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """As :attr:`KVCache.model`."""
+        return self._model()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": no_model}  # a weak reference cannot be pickled
 
     def __repr__(self) -> str:
         return f"StaticKVCache({self.scheme}, {len(self.layers)} layers, {self.columns} of {self.capacity} tokens)"
@@ -203,6 +213,11 @@ class StaticKVCache(Cache):
         for layer in self.layers:
             layer.core.take_back()
 
+    def reset(self) -> None:
+        """Forget all tokens; the buffers stay where they are."""
+        super().reset()
+        self.tokens = self.tokens[:, :0]
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated, the room for later tokens included."""
@@ -227,7 +242,7 @@ def freeze(cache: KVCache, capacity: int) -> StaticKVCache:
         capacity: columns that each row can hold, those of ``cache`` included. Memory for them is taken now.
 
     Raises:
-        TypeError: for another kind of cache.
+        TypeError: for another kind of cache, or a capacity that is no int.
         ValueError: if the cache is empty or holds more than ``capacity``, or if a layer cannot be frozen: packed
             sliding windows, layers with other states than keys and values, chunked attention, or what
             :func:`kvbits.static.why_not` names.
@@ -239,8 +254,10 @@ def freeze(cache: KVCache, capacity: int) -> StaticKVCache:
         raise ValueError(
             "no layer of this cache is packed: take Transformers' StaticCache, or pass sliding=True to kvbits.cache_for"
         )
-    if not cache.columns.rows.columns:
+    if not (columns := cache.columns.rows.columns):
         raise ValueError("the cache is empty: let it read a prompt before it is frozen, all but its last token")
+    if isinstance(capacity, bool) or not hasattr(capacity, "__index__"):
+        raise TypeError(f"capacity={capacity!r} is not a number of tokens; give an int, above the {columns} held")
     return StaticKVCache(cache, capacity)
 
 
