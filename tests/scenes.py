@@ -205,6 +205,8 @@ def refusals() -> dict[str, Any]:
         other = tiny()
         other.model.layers[1].mlp.up_proj.weight.add_(rank)
         found["model"] = refusal(parallel.cache_for, other, "int4")
+        elsewhere = refusal(model, prompt(1), **{name: cache}) if rank else refusal(parallel.cache_for, model, "int4")
+        found["elsewhere"] = elsewhere
         found["columns"] = str(cache.get_seq_length())
     return found
 
@@ -262,6 +264,13 @@ def tensor() -> dict[str, Any]:
             "together": generated(spread, ids, cache),
             "heads": [layer.core.keys.shape[1] for layer in cache.packed_layers],
         }
+    steps = []
+    for model in (whole, spread):
+        growing = kvbits.cache_for(model, f"int4,{SMALL}")
+        with torch.no_grad():
+            model(ids[:, :-1], **{cache_name(model): growing})
+        steps.append(generated(model, ids, kvbits.freeze(growing, 400)))
+    found["frozen"] = {"alone": steps[0], "together": steps[1]}
     name = str(folder / f"of{world}.{{rank}}.kv")
     own = kvbits.save(cache, name)
     read = [*ids[0].tolist(), *found[scheme]["together"][0]]

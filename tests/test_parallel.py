@@ -190,6 +190,8 @@ def test_generation_features(two: list[dict[str, Any]], feature: str) -> None:
         ("scheme", "; rank 1 has kivi2, 4, LlamaForCausalLM in torch.float32, "),
         ("other run", "rank 0 has int4, 1, LlamaForCausalLM in torch.float32, "),
         ("model", "the model, its weights and what a calibration knows of it (by their digests) must be the same"),
+        ("elsewhere", "rank 0 has "),
+        ("elsewhere", "; rank 1 has "),
         ("columns", "300"),
     ],
 )
