@@ -435,11 +435,17 @@ def _refuse_padding(mask: Any) -> None:
 
 
 def _refuse_stranger(cache: KVCache | StaticKVCache, module: torch.nn.Module) -> None:
-    """Raise where a cache was made for another model than the one that runs, or a part or a whole of it."""
+    """Raise where a cache was filled by another model than the one that runs, or a part or a whole of it.
+
+    An empty one is as good for any model, but where the scheme has to know how keys are rotated: it changes hands.
+    """
     own = cache.model
     if own is None or own is module or any(part is module for part in own.modules()):
         return
     if any(part is own for part in module.modules()):
+        return
+    if isinstance(cache, KVCache) and not cache.columns.rows.columns and cache.columns.rotaries is None:
+        cache.hand_to(module)
         return
     raise ValueError(
         f"this cache was made for another {type(own).__name__} than the {type(module).__name__} that runs, to which "

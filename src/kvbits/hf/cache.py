@@ -189,8 +189,12 @@ class KVCache(Cache):
 
     @property
     def model(self) -> PreTrainedModel | None:
-        """The model that the cache was made for; None where that is gone, or in another process."""
+        """The model that the cache was made for, or that took it while it was empty; None where that is gone."""
         return self._model()
+
+    def hand_to(self, model: Any) -> None:
+        """An empty cache is another model's from now on."""
+        self._model = weakref.ref(model)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": no_model}  # a weak reference cannot be pickled
