@@ -121,6 +121,36 @@ def sliced() -> dict[str, Any]:
     return found
 
 
+def lengths() -> dict[str, Any]:
+    """Last logits of prompts of all lengths around a chunk, and of fewer tokens than ranks: how far they are from those
+    of one process that reads the same chunks."""
+    model, scheme, world, found = tiny(), f"int2,{SMALL}", dist.get_world_size(), {}
+    for chunk, tokens in ((4096, 300), *((64, n) for n in (1, world - 1, 63, 64, 65, 66, 127, 128, 129, 193))):
+        ids, whole = prompt(tokens, 2), chunk // world * world
+        alone_cache, cache = kvbits.cache_for(model, scheme), parallel.cache_for(model, scheme, run=1)
+        before_cache = parallel.cache_for(model, scheme, run=1)
+        with torch.no_grad(), patch("kvbits.parallel.cache.CHUNK_TOKENS", chunk):
+            for piece in ids.split(whole, dim=1):
+                alone = model(piece, **{cache_name(model): alone_cache}).logits[:, -1]
+            together = model(ids, logits_to_keep=1, **{cache_name(model): cache}).logits[:, -1]
+            parallel.prefill(model, ids, before_cache, chunk_tokens=chunk)
+            next_ = [model(prompt(1, 2), **{cache_name(model): x}).logits for x in (alone_cache, cache, before_cache)]
+        off = [(x - y).abs().max().item() for x, y in ((alone, together), *((next_[0], x) for x in next_[1:]))]
+        found[f"{tokens} in {chunk}"] = off
+    return found
+
+
+def positions() -> dict[str, Any]:
+    """Positions that a call names are those that its slices would not have."""
+    model, ids, found = tiny(), prompt(150), []
+    for cache in (kvbits.cache_for(model, f"int4,{SMALL}"), parallel.cache_for(model, f"int4,{SMALL}", run=1)):
+        with torch.no_grad():
+            places = 100 + 3 * torch.arange(150)[None]
+            call = {"position_ids": places, "logits_to_keep": 1, cache_name(model): cache}
+            found.append(model(ids, **call).logits)
+    return {"off": (found[0] - found[1]).abs().max().item()}
+
+
 def features() -> dict[str, Any]:
     """Beams, drafts that are taken back, forks, a second turn, and sampling with the same seed."""
     model, scheme, found = tiny(), f"int4,{SMALL}", {}
@@ -188,6 +218,16 @@ def refusals() -> dict[str, Any]:
             "mesh": refusal(parallel.cache_for, model, mesh="tp"),
             "weights": refusal(model, prompt(1), output_attentions=True, **{name: cache}),
         }
+        here = torch.ones(1, 310, dtype=torch.int64)
+        here[:, 300] = 1 - rank
+        found["padding here"] = refusal(model, prompt(10), attention_mask=here, **{name: cache})
+        found["scheme"] = refusal(parallel.cache_for, model, ("int4", "kivi2")[rank])
+        found["other run"] = refusal(parallel.cache_for, model, "int4", run=1 + rank)
+        other = tiny()
+        other.model.layers[1].mlp.up_proj.weight.add_(rank)
+        found["model"] = refusal(parallel.cache_for, other, "int4")
+        elsewhere = refusal(model, prompt(1), **{name: cache}) if rank else refusal(parallel.cache_for, model, "int4")
+        found["elsewhere"] = elsewhere
         found["columns"] = str(cache.get_seq_length())
     return found
 
@@ -245,6 +285,13 @@ def tensor() -> dict[str, Any]:
             "together": generated(spread, ids, cache),
             "heads": [layer.core.keys.shape[1] for layer in cache.packed_layers],
         }
+    steps = []
+    for model in (whole, spread):
+        growing = kvbits.cache_for(model, f"int4,{SMALL}")
+        with torch.no_grad():
+            model(ids[:, :-1], **{cache_name(model): growing})
+        steps.append(generated(model, ids, kvbits.freeze(growing, 400)))
+    found["frozen"] = {"alone": steps[0], "together": steps[1]}
     name = str(folder / f"of{world}.{{rank}}.kv")
     own = kvbits.save(cache, name)
     read = [*ids[0].tolist(), *found[scheme]["together"][0]]

@@ -616,28 +616,42 @@ def test_a_model_that_kvbits_never_saw_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"num_hidden_layers": 3}, "made for a model of 2 layers and got layer 2"),
-        ({"num_key_value_heads": 3}, "another model"),
-        ({"head_dim": 16}, "another model"),
-        ({"dtype": torch.bfloat16}, "torch.float32.*torch.bfloat16"),
-    ],
-    ids=["deeper", "other-heads", "wider-heads", "other-dtype"],
+    "changes",
+    [{}, {"num_hidden_layers": 3}, {"num_key_value_heads": 3}, {"head_dim": 16}, {"dtype": torch.bfloat16}],
+    ids=["same-shape", "deeper", "other-heads", "wider-heads", "other-dtype"],
 )
-def test_another_shape_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_cache_that_another_model_has_filled_is_refused(changes: dict[str, Any]) -> None:
     model, other = zoo.build("llama"), zoo.build("llama", **changes)
     cache = kvbits.cache_for(model, INT8)
     kvbits.enable(other)
     generate(model, **{cache_name(model): cache})
-    with pytest.raises(ValueError, match=words), torch.no_grad():
+    with pytest.raises(ValueError, match="this cache was made for another LlamaForCausalLM than"), torch.no_grad():
         other(input_ids=zoo.prompt(2, 1), **step_mask(cache, other))
+
+
+def test_another_shape_is_refused() -> None:
+    model, deeper = zoo.build("llama"), kvbits.enable(zoo.build("llama", num_hidden_layers=3))
+    with pytest.raises(ValueError, match="made for a model of 2 layers and got layer 2"):
+        generate(deeper, **{cache_name(deeper): kvbits.cache_for(model, INT8)})
+    cache = kvbits.cache_for(model, INT8)
+    generate(model, **{cache_name(model): cache})
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"torch\.float32.*torch\.bfloat16"), torch.no_grad():
+        model(input_ids=zoo.prompt(2, 1), **step_mask(cache, model))
+
+
+def test_an_empty_cache_that_knows_how_one_model_rotates_is_not_anothers() -> None:
+    model, other = zoo.build("llama"), kvbits.enable(zoo.build("qwen2"))
+    with pytest.raises(ValueError, match="made for another LlamaForCausalLM than the Qwen2ForCausalLM that runs"):
+        generate(other, **{cache_name(other): kvbits.cache_for(model, "int8,pre-rope")})
 
 
 def test_a_cache_of_another_model_of_the_same_shape_is_right() -> None:
     model, other = zoo.build("llama"), zoo.build("qwen2")
     kvbits.enable(other)
-    got = generate(other, **{cache_name(other): kvbits.cache_for(model, "exact,residual=4,block=32")})
+    cache = kvbits.cache_for(model, "exact,residual=4,block=32")
+    got = generate(other, **{cache_name(other): cache})
+    assert cache.model is other
     assert torch.equal(got.sequences, generate(zoo.build("qwen2")).sequences)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -243,3 +244,62 @@ def test_a_mask_does_not_stay_with_the_cache() -> None:
     assert isinstance(cache, KVCache)
     held = [x for x in vars(cache.columns).values() if isinstance(x, torch.Tensor)]
     assert held == []
+
+
+# -- a cache in the wrong hands ----------------------------------------------------------------------------------------
+
+
+def test_a_cache_of_another_model_is_refused() -> None:
+    """Of the same shape: nothing else would tell. The decoder inside a model is no other one."""
+    model, other, ids = zoo.build("llama"), kvbits.enable(zoo.build("llama"), INT8), zoo.prompt(1, 60)
+    cache = kvbits.cache_for(model, INT8)
+    call(model, cache, ids)
+    with pytest.raises(ValueError, match="this cache was made for another LlamaForCausalLM than the LlamaForCausalLM"):
+        call(other, cache, ids)
+    assert cache.get_seq_length() == 60
+    with torch.no_grad():
+        model.model(input_ids=ids, **{cache_name(model): cache})
+    assert cache.get_seq_length() == 120
+
+
+def generated(model: hf.PreTrainedModel, cache: KVCache, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, cache_name(model): cache}
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+def test_generate_says_where_a_cache_has_read_another_text() -> None:
+    """Transformers cuts off as many tokens as the cache holds, whatever they are."""
+    model, ids = zoo.build("llama"), zoo.prompt(2, 60)
+    cache = kvbits.cache_for(model, INT8)
+    call(model, cache, ids[:, :50])
+    other = ids.index_fill(1, torch.tensor([7, 30]), 0)
+    with pytest.warns(UserWarning, match="the cache holds 50 tokens, and from column 7 on they are not those that"):
+        generated(model, cache.fork(), other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        generated(model, cache.fork(), ids)
+        generated(model, cache.fork(), ids[:, 50:], torch.ones_like(ids))  # the new tokens alone, with the mask of all
+
+
+@pytest.mark.parametrize("tokens", [20, 49, 50])
+def test_a_prompt_that_leaves_nothing_to_read_is_an_error(tokens: int) -> None:
+    """Transformers would take a slice that begins somewhere in the middle."""
+    model, ids = zoo.build("llama"), zoo.prompt(2, 60)
+    cache = kvbits.cache_for(model, INT8)
+    call(model, cache, ids[:, :50])
+    with pytest.raises(ValueError, match=f"the cache holds 50 tokens and the prompt has {tokens}, so none is left"):
+        generated(model, cache, ids[:, :tokens])
+    assert cache.get_seq_length() == 50
+
+
+def test_ids_of_padding_say_nothing_of_the_text() -> None:
+    model, ids = zoo.build("llama"), zoo.prompt(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    cache = kvbits.cache_for(model, INT8)
+    with torch.no_grad():
+        model(input_ids=ids[:, :50], attention_mask=mask[:, :50], **{cache_name(model): cache})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        generated(model, cache, ids.masked_fill(mask == 0, 3), mask)

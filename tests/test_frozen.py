@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -420,6 +421,33 @@ def test_what_cannot_be_frozen() -> None:
     chunked = zoo.build("llama4-chunked")
     with pytest.raises(ValueError, match="attends to chunks"):
         kvbits.freeze(prefilled(chunked, f"int4,{SMALL}", ids), 90)
+
+
+@pytest.mark.parametrize("capacity", ("90", 90.0, True, None))
+def test_a_capacity_is_a_number_of_tokens(capacity: Any) -> None:
+    model, ids = zoo.build("llama"), zoo.prompt(1, 20)
+    with pytest.raises(TypeError, match=f"capacity={capacity!r} is no number of tokens: give an int"):
+        kvbits.freeze(prefilled(model, "int4", ids), capacity)
+
+
+def test_another_model_is_refused() -> None:
+    model, other, ids = zoo.build("llama"), kvbits.enable(zoo.build("llama"), "int4"), zoo.prompt(1, 20)
+    frozen = kvbits.freeze(prefilled(model, "int4", ids), 90)
+    with pytest.raises(ValueError, match="was made for another LlamaForCausalLM than the LlamaForCausalLM that runs"):
+        decode(other, frozen, ids, 1)
+    assert frozen.columns == 19
+    assert frozen.model is model and pickle.loads(pickle.dumps(frozen)).model is None
+
+
+def test_another_prompt_than_was_frozen_is_noticed() -> None:
+    model, ids = zoo.build("llama"), zoo.prompt(1, 20)
+    frozen = kvbits.freeze(prefilled(model, "int4", ids), 90)
+    other = ids.clone()
+    other[:, 3:6] = 1 + ids[:, 3:6] % 100
+    with pytest.warns(UserWarning, match="the cache holds 19 tokens, and from column 3 on they are not those"):
+        generated(model, other, frozen)
+    frozen.reset()
+    assert frozen.tokens.shape == (1, 0)
 
 
 def test_windows_stay_exact_and_small() -> None:

@@ -138,12 +138,14 @@ def found_by(world: int, factory: pytest.TempPathFactory, *scenes: str) -> list[
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return found_by(2, tmp_path_factory, "generation", "sliced", "features", "calls", "refusals", "tensor")
+    return found_by(
+        2, tmp_path_factory, "generation", "sliced", "lengths", "positions", "features", "calls", "refusals", "tensor"
+    )
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return found_by(4, tmp_path_factory, "generation", "sliced", "tensor", "both")
+    return found_by(4, tmp_path_factory, "generation", "sliced", "lengths", "tensor", "both")
 
 
 @pytest.fixture(params=[2, 4])
@@ -188,6 +190,17 @@ def test_slices_of_a_prompt_are_known_as_what_was_read(ranks_found: list[dict[st
     assert all(one["read"] for rank in ranks_found for one in rank["sliced"].values())
 
 
+def test_a_prompt_sees_itself_exact_whatever_its_length(ranks_found: list[dict[str, Any]]) -> None:
+    """Also the tokens that make no slices; two bits would show."""
+    for rank in ranks_found:
+        for length, off in rank["lengths"].items():
+            assert max(off) < 1e-4, length
+
+
+def test_positions_of_the_call_are_kept(two: list[dict[str, Any]]) -> None:
+    assert all(rank["positions"]["off"] < 1e-4 for rank in two)
+
+
 @pytest.mark.parametrize("feature", ["beams", "several", "lookup", "sampling", "forks"])
 def test_generation_features(two: list[dict[str, Any]], feature: str) -> None:
     for rank in two:
@@ -206,12 +219,24 @@ def test_generation_features(two: list[dict[str, Any]], feature: str) -> None:
         ("run", "ValueError: run=0 is not a number of blocks"),
         ("mesh", "TypeError: mesh is a DeviceMesh, a ProcessGroup or None, not str"),
         ("weights", "NotImplementedError: this layer's keys and values are spread over several ranks"),
+        ("scheme", "must be the same on all ranks that share a context: rank 0 has int4, 4, LlamaForCausalLM in torch"),
+        ("scheme", "; rank 1 has kivi2, 4, LlamaForCausalLM in torch.float32, "),
+        ("other run", "rank 0 has int4, 1, LlamaForCausalLM in torch.float32, "),
+        ("model", "the model, its weights and what a calibration knows of it (by their digests) must be the same"),
+        ("elsewhere", "rank 0 has "),
+        ("elsewhere", "; rank 1 has "),
         ("columns", "300"),
     ],
 )
 def test_what_cannot_be_done_is_refused_on_every_rank(two: list[dict[str, Any]], what: str, said: str) -> None:
     for rank in two:
         assert said in rank["refusals"][what]
+
+
+def test_a_rank_that_refuses_alone_does_not_let_the_others_wait(two: list[dict[str, Any]]) -> None:
+    first, second = (rank["refusals"]["padding here"] for rank in two)
+    assert "and whether this rank refuses the call, differ between the ranks" in first
+    assert "a shared context has no padding" in second
 
 
 def test_a_rank_that_ends_ends_the_others() -> None:

@@ -29,7 +29,7 @@ from kvbits.hf.cache import KVCache, PackedLayer
 from kvbits.hf.columns import Columns
 from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
 from kvbits.hf.static import StaticKVCache
-from kvbits.hf.tokens import text_of
+from kvbits.hf.tokens import first_difference, text_of
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.numerics.modes import host_runs, outside_graphs
 from kvbits.rotary import Rotary
@@ -364,6 +364,8 @@ class _PrepareInputs(_Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = {**self.takes.bind(*args, **kwargs).arguments, **kwargs}
         given = next((c for c in map(bound.get, _CACHE_NAMES) if isinstance(c, (KVCache, StaticKVCache))), None)
+        if given is not None and bound.get("is_first_iteration"):
+            self._compare_text(given, bound)
         if isinstance(given, StaticKVCache):
             # One forward ran since the last call of the same generate; before the first nobody knows how many.
             first = "is_first_iteration" not in self.takes.parameters or bound.get("is_first_iteration")
@@ -389,11 +391,60 @@ class _PrepareInputs(_Wrapper):
             inputs[cache_name(self.model)] = given
         return inputs
 
+    def _compare_text(self, cache: KVCache | StaticKVCache, bound: dict[str, Any]) -> None:
+        """Look at what ``generate`` cuts off a whole text, as many tokens as the cache holds, whatever they are.
+
+        Raises:
+            ValueError: if nothing is left of it. Where other tokens are cut off than were read, there is a warning.
+        """
+        ids, mask = bound.get("input_ids"), bound.get("attention_mask")
+        held = cache.columns if isinstance(cache, StaticKVCache) else cache.columns.rows.columns
+        if "next_sequence_length" in self.takes.parameters:
+            added = bound.get("next_sequence_length")  # None where the ids are those of the new tokens alone
+        else:
+            whole = isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == ids.shape
+            added = ids.shape[1] - held if whole else None
+        if added is None or not held:
+            return
+        other = "for another text reset() the cache or make a new one"
+        if added <= 0:
+            raise ValueError(
+                f"the cache holds {held} tokens and the prompt has {held + added}, so none is left to read: pass the "
+                f"text in the cache and at least one token more; {other}"
+            )
+        if (column := first_difference(cache.tokens, ids, mask)) is not None:
+            warnings.warn(
+                f"the cache holds {held} tokens, and from column {column} on they are not those that this prompt "
+                "begins with: only what comes after them is read now, behind the text in the cache (cache.tokens); "
+                f"{other}",
+                UserWarning,
+                stacklevel=2,
+            )
+
 
 def cache_name(model: torch.nn.Module) -> str:
     """What ``model.forward`` calls its cache: ``cache`` or ``past_key_values``."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
+
+
+def _refuse_stranger(cache: KVCache | StaticKVCache, module: torch.nn.Module) -> None:
+    """Raise where a cache was filled by another model than the one that runs, or a part or a whole of it.
+
+    An empty one is as good for any model, but where the scheme has to know how keys are rotated: it changes hands.
+    """
+    own = cache.model
+    if own is None or own is module or any(part is module for part in own.modules()):
+        return
+    if any(part is own for part in module.modules()):
+        return
+    if isinstance(cache, KVCache) and not cache.columns.rows.columns and cache.columns.rotaries is None:
+        cache.hand_to(module)
+        return
+    raise ValueError(
+        f"this cache was made for another {type(own).__name__} than the {type(module).__name__} that runs, to which "
+        "its keys and values say nothing; make one for the model that runs, kvbits.cache_for(model, scheme)"
+    )
 
 
 class _Announcer:
@@ -411,6 +462,7 @@ class _Announcer:
         if not isinstance(cache, StaticKVCache):
             return self._begin(module, args, kwargs)
         if host_runs():  # else this is part of a graph
+            _refuse_stranger(cache, module)
             cache.begin(id(self))
             cache.refuse_mask(self._argument("attention_mask", args, kwargs))
         return args, kwargs
@@ -424,6 +476,7 @@ class _Announcer:
             cache = cache_for(module, self.attachment.scheme, **options)
             args, kwargs = self._with(cache_name(module), cache, args, kwargs)
         if isinstance(cache, KVCache):
+            _refuse_stranger(cache, module)
             if self.attachment is not None:
                 args, kwargs = self._read_ahead(module, cache, args, kwargs)
             cache.begin(id(self))

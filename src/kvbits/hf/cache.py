@@ -189,11 +189,15 @@ class KVCache(Cache):
 
     @property
     def model(self) -> PreTrainedModel | None:
-        """The model that the cache was made for; None where that is gone, or in another process."""
+        """The model that the cache was made for, or that took it while it was empty; None where that is gone."""
         return self._model()
 
+    def hand_to(self, model: Any) -> None:
+        """An empty cache is another model's from now on."""
+        self._model = weakref.ref(model)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": _no_model}  # a weak reference cannot be pickled
+        return {**vars(self), "_model": no_model}  # a weak reference cannot be pickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         memo[id(self)] = twin = object.__new__(type(self))
@@ -479,7 +483,7 @@ def nbytes_of(caches: Iterable[KVCache]) -> ByteCount:
     return sum((cache._count(seen) for cache in caches), ByteCount())
 
 
-def _no_model() -> None:
+def no_model() -> None:
     """In place of the reference to a model."""
 
 

@@ -16,12 +16,12 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvbits.attend import triton_decode
 from kvbits.codecs import Exact
-from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.cache import KVCache, PackedLayer, no_model
 from kvbits.ring import RingLayer
 from kvbits.static import StaticLayer, why_not
 
@@ -148,11 +148,13 @@ class StaticKVCache(Cache):
     Attributes:
         scheme: what packed layers are stored by.
         capacity: columns that each row can hold, padding included.
+        tokens: ids that had been read when it was frozen, as :attr:`KVCache.tokens`.
     """
 
     def __init__(self, cache: KVCache, capacity: int) -> None:
         super().__init__(layers=_frozen_layers(cache, capacity))
-        self.scheme, self.capacity = cache.scheme, capacity
+        self.scheme, self.capacity, self.tokens = cache.scheme, capacity, cache.tokens
+        self._model = cache._model
         self._forward_of: int | None = None
         self._text = cache.columns.rows.valid
         device = self.layers[0].core.keys.device
@@ -176,6 +178,14 @@ class StaticKVCache(Cache):
 
     def __copy__(self) -> StaticKVCache:
         return copy.deepcopy(self)  # two that share their buffers would step each other
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """As :attr:`KVCache.model`."""
+        return self._model()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": no_model}  # a weak reference cannot be pickled
 
     def __repr__(self) -> str:
         return f"StaticKVCache({self.scheme}, {len(self.layers)} layers, {self.columns} of {self.capacity} tokens)"
@@ -282,6 +292,7 @@ class StaticKVCache(Cache):
         """Forget all tokens; the buffers stay where they are."""
         super().reset()
         self._text = None
+        self.tokens = self.tokens[:, :0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

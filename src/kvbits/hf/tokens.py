@@ -33,6 +33,25 @@ def text_of(arguments: Mapping[str, Any]) -> torch.Tensor | None:
     return ids if all(name in _TEXT or isinstance(x, plain) for name, x in arguments.items()) else None
 
 
+def first_difference(read: torch.Tensor, ids: torch.Tensor | None, mask: torch.Tensor | None = None) -> int | None:
+    """The first column of text at which ``ids [B, n]`` are not what a cache has ``read [B, columns]``, or None.
+
+    None also where the ids are not longer than that, or of other rows, and so no continuation at all.
+
+    Args:
+        read, ids: int64; :data:`UNKNOWN` is like any other.
+        mask: ``[B, n]``, 0 for padding.
+    """
+    columns = read.shape[1]
+    if ids is None or ids.ndim != 2 or not 0 < columns < ids.shape[1] or len(read) != len(ids):
+        return None
+    differ = (read != UNKNOWN) & (read != ids[:, :columns].to(read.device))
+    if mask is not None and mask.shape == ids.shape:
+        differ &= mask[:, :columns].to(read.device) != 0
+    found = differ.any(0).nonzero()
+    return int(found[0]) if len(found) else None
+
+
 class TokenIds:
     """Ids of the columns of a cache, int32, which grow with it: a step adds a piece and copies nothing."""
 

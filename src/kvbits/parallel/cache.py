@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration
+from kvbits.fingerprint import digest, weights
 from kvbits.heads import Heads
 from kvbits.hf.attach import Kind, learned_by, make_cache, refuse_unless_served
 from kvbits.hf.cache import KVCache, PackedLayer, columns_to_crop
@@ -62,16 +63,27 @@ def cache_for(
     Raises:
         RuntimeError: if ``torch.distributed`` has not been initialized.
         TypeError, ValueError: as there, for a mesh of several dimensions or a ``run`` below 1, and where the ranks
-            have different KV heads: a mesh for the context is another dimension than that of tensor parallel.
+            have different KV heads (a mesh for the context is another dimension than that of tensor parallel), or
+            another model, scheme, calibration or ``run`` than each other.
     """
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
     ranks = Ranks.of(mesh, timeout_seconds)
     turns = Turns(ranks.rank, ranks.world, run)
     ranks.require_alike("the parts of the KV heads (number, of how many)", *Heads.of(model), device=model.device)
-    kind = Kind(SharedCache, partial(SharedColumns, ranks), SharedPackedLayer, partial(_core, ranks, turns))
-    cache = make_cache(model, scheme, False, learned_by(model, scheme, calibration), kind)
-    return cast(SharedCache, cache)
+    columns = partial(SharedColumns, ranks, model.device)
+    kind = Kind(SharedCache, columns, SharedPackedLayer, partial(_core, ranks, turns))
+    cache = cast(SharedCache, make_cache(model, scheme, False, learned_by(model, scheme, calibration), kind))
+    what = "the scheme, run=, and the model, its weights and what a calibration knows of it (by their digests)"
+    ranks.require_same(what, f"{scheme}, {run}, {_model_in_words(model, cache)}", device=model.device)
+    return cache
+
+
+def _model_in_words(model: PreTrainedModel, cache: SharedCache) -> str:
+    """The class and dtype of a model, and digests of its weights and of what its layers begin with."""
+    learned = [x for layer in cache.shared_layers for params in layer.learned for x in params.values()]
+    known = digest(torch.cat([x.to("cpu", torch.float32).flatten() for x in learned]))[:8] if learned else "none"
+    return f"{type(model).__name__} in {model.dtype}, {digest(weights(model))[:8]}, {known}"
 
 
 def _core(
@@ -111,9 +123,11 @@ class SharedColumns(Columns):
         chunk: the ids ``[B, q]`` of which each rank reads a slice in the call to come; None where each reads them all.
     """
 
-    def __init__(self, ranks: Ranks, rotaries: Rotaries | None = None, strict: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks, device: torch.device, rotaries: Rotaries | None = None, strict: bool = False
+    ) -> None:
         super().__init__(rotaries, strict)
-        self.ranks = ranks
+        self.ranks, self.device = ranks, device
         self.chunk: torch.Tensor | None = None
 
     def place(self, positions: torch.Tensor | None) -> None:
@@ -132,23 +146,34 @@ class SharedColumns(Columns):
         super().begin(mask, ids)
 
     def _require_alike(self, mask: torch.Tensor | None, ids: torch.Tensor | None) -> None:
+        refusal = None
         if ids is None:
-            raise ValueError(
+            refusal = (
                 "a shared context is read from input_ids alone: no embeddings, no pictures and no mask of one's own"
             )
-        if padded(mask):
-            raise ValueError(
+        elif padded(mask):
+            refusal = (
                 "a shared context has no padding: pass prompts of one length, or one by one (attention_mask all ones)"
             )
-        digest = zlib.crc32(ids.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())
+        try:  # also by a rank that refuses: others may not, and would wait for it
+            self._compare(ids, refusal is not None)
+        except ValueError:
+            if refusal is None:
+                raise
+        if refusal is not None:
+            raise ValueError(refusal)
+
+    def _compare(self, ids: torch.Tensor | None, refused: bool) -> None:
+        ids = torch.empty(0, 0) if ids is None else ids
+        checksum = zlib.crc32(ids.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())
         self.ranks.require_alike(
-            "the columns held, and the shape and digest of the new ids,", self.rows.columns, *ids.shape, digest,
-            device=ids.device,
+            "the columns held, the shape and checksum of the new ids, and whether this rank refuses the call,",
+            self.rows.columns, *ids.shape, checksum, int(refused), device=self.device,
         )  # fmt: skip
 
     def fork(self) -> Columns:
         """The same for another cache."""
-        twin = SharedColumns(self.ranks, self.rotaries, self.strict)
+        twin = SharedColumns(self.ranks, self.device, self.rotaries, self.strict)
         twin.rows, twin.ids = self.rows, TokenIds(*self.ids.pieces)
         return twin
 
@@ -193,17 +218,24 @@ class SharedCache(KVCache):
         return [cast(SharedLayer, layer.core) for layer in self.packed_layers]
 
     @contextmanager
-    def slices_of(self, chunk: torch.Tensor) -> Iterator[None]:
-        """Let each rank compute its slice of the ids ``chunk [B, world * t]`` in the one call within."""
+    def slices_of(self, chunk: torch.Tensor, hold: bool = False) -> Iterator[None]:
+        """Let each rank compute its slice of the ids ``chunk [B, world * t]`` in the one call within.
+
+        Args:
+            chunk: the same on all ranks.
+            hold: pack none of it before the call after, which reads the rest of the same chunk and sees it exact.
+        """
         self.columns.chunk = chunk
         for layer in self.shared_layers:
             layer.sliced = True
+            layer.hold(hold)
         try:
             yield
         finally:
             self.columns.chunk = None
             for layer in self.shared_layers:
                 layer.sliced = False
+                layer.hold(False)
 
     def read_ahead(
         self,
@@ -220,7 +252,7 @@ class SharedCache(KVCache):
         usual = self.columns.chunk is None and not slices.why_not(model, self)
         if not usual or not _follows(self.get_seq_length(), ids, mask, positions):
             return 0
-        return slices.read(model, ids[:, :-keep], self, CHUNK_TOKENS)
+        return slices.read(model, ids, self, CHUNK_TOKENS, keep)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` columns.

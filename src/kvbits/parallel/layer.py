@@ -46,6 +46,7 @@ class SharedLayer(LayerCache):
     ) -> None:
         self.ranks, self.turns, self.sliced = ranks, turns, False
         super().__init__(scheme, None, name, rotary, learned)
+        self._limits = self.limits
 
     def reset(self) -> None:
         """Forget everything."""
@@ -67,6 +68,10 @@ class SharedLayer(LayerCache):
         return tokens * self.keys.shape[1] * (self.keys.shape[3] + self.values.shape[3])
 
     # -- growing ---------------------------------------------------------------------------------------------------
+
+    def hold(self, on: bool) -> None:
+        """Whether what is appended now stays exact, to be packed with what comes after ``hold(False)``."""
+        self.limits = replace(self._limits, residual=None) if on else self._limits
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super()._allocate(keys, values)

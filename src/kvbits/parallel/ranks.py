@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 TIMEOUT_SECONDS = 300.0
 """How long ranks wait for each other: longer than the slowest of them computes between two exchanges."""
 
+_TEXT_BYTES = 1024
+"""Of a text that ranks compare."""
+
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Its name since PyTorch 2.13, and before."""
@@ -91,12 +94,28 @@ class Ranks:
 
     def require_alike(self, what: str, *numbers: int, device: torch.device) -> None:
         """Raise ValueError on every rank where ``numbers`` are not the same on all of them."""
-        told = self.gather(torch.tensor(numbers, dtype=torch.int64, device=device)).tolist()
-        if any(row != told[0] for row in told):
+        if told := self._differently(what, str(list(numbers)), device):
             raise ValueError(
                 f"{what} differ between the ranks that share a context ({told}): each must have the same part of the "
                 "model and run the same calls with the same ids; for sampling, set the same seed on all of them"
             )
+
+    def require_same(self, what: str, text: str, *, device: torch.device) -> None:
+        """Raise ValueError on every rank where ``text`` is not the same on all of them, with what each of them has."""
+        if told := self._differently(what, text, device):
+            raise ValueError(f"{what} must be the same on all ranks that share a context: {told}")
+
+    def _differently(self, what: str, said: str, device: torch.device) -> str:
+        """What each rank says, or nothing where all say the same of the same.
+
+        All such messages have one length: so a rank that is at another point of the program is told apart, too.
+        """
+        data = bytearray(f"{what}: {said}".encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+        told = self.gather(torch.frombuffer(data, dtype=torch.uint8).to(device))
+        if bool((told == told[0]).all()):
+            return ""
+        texts = [bytes(row).decode(errors="replace").strip().removeprefix(f"{what}: ") for row in told.tolist()]
+        return "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
 
     def _run(self, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
         try:

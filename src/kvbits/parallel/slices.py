@@ -2,7 +2,8 @@
 
 A chunk is cut into one slice for each rank. Layer by layer, ranks exchange the exact keys and values of their slices,
 so each holds those of one chunk; their queries visit all ranks for the packed history; and each attends to the chunk
-itself for its own slice. Beside the cache a rank needs room for one chunk, however long the prompt.
+itself for its own slice. Beside the cache a rank needs room for one chunk of one layer, however long the prompt; for
+the last chunk, of all layers, where some tokens of it are left that make no slices.
 """
 
 from __future__ import annotations
@@ -42,25 +43,34 @@ def why_not(model: PreTrainedModel, cache: SharedCache) -> str | None:
     return None
 
 
-def read(model: PreTrainedModel, ids: torch.Tensor, cache: SharedCache, chunk_tokens: int) -> int:
+def read(model: PreTrainedModel, ids: torch.Tensor, cache: SharedCache, chunk_tokens: int, keep: int = 0) -> int:
     """Read as much of ``ids [B, T]`` as makes slices of one length: all but fewer tokens than ranks.
+
+    What is left of the last chunk is for the call after this, and sees the slices of that chunk exact.
+
+    Args:
+        model, cache: see :func:`kvbits.parallel.prefill`.
+        ids: the whole text.
+        chunk_tokens: read at a time by all ranks together, rounded down to a multiple of their number.
+        keep: so many ids at the end are left in any case.
 
     Returns:
         How many columns have been read.
     """
-    world = cache.columns.ranks.world
+    world, total = cache.columns.ranks.world, ids.shape[1]
     done, most = 0, chunk_tokens // world
-    while each := min(most, (ids.shape[1] - done) // world):
-        _read_slice(model, ids[:, done : done + each * world], cache)
-        done += each * world
+    while each := min(most, (total - keep - done) // world):
+        after = done + each * world
+        _read_slice(model, ids[:, done:after], cache, hold=after < total <= done + most * world)
+        done = after
     return done
 
 
-def _read_slice(model: PreTrainedModel, chunk: torch.Tensor, cache: SharedCache) -> None:
+def _read_slice(model: PreTrainedModel, chunk: torch.Tensor, cache: SharedCache, hold: bool) -> None:
     ranks, each = cache.columns.ranks, chunk.shape[1] // cache.columns.ranks.world
     first = ranks.rank * each
     positions = torch.arange(first, first + each, device=chunk.device) + cache.get_seq_length()
-    with cache.slices_of(chunk):
+    with cache.slices_of(chunk, hold):
         call(model, cache, chunk[:, first : first + each], positions[None])
 
 

@@ -20,6 +20,7 @@ flash), no gradients, and an allocator without gaps.
 
 from __future__ import annotations
 
+from kvbits.growth import SPARE
 from kvbits.plan.shapes import Shape
 
 _FLOAT_BYTES = 4
@@ -62,10 +63,13 @@ def exchange_bytes(shape: Shape, tokens: int, rows: int = 1) -> int:
     """What a rank holds beside that where ranks share a context, while they read ``tokens`` together.
 
     Keys and values of one layer and the chunk, as they come and side by side; all queries; and what they have seen of
-    the blocks here, in float32, as it goes, as it comes and merged.
+    the blocks here, in float32, as it goes, as it comes and merged. The last chunk stays exact in all layers, with an
+    eighth of spare room, until those of its tokens that make no slices have seen it.
     """
     if shape.widths is None:
         return 0
-    channels = max((kind.channels for kind in shape.kinds() if kind is not None), default=0)
-    itemsize = shape.dtype.itemsize
-    return rows * tokens * (2 * channels * itemsize + shape.widths.query * (2 * itemsize + 3 * _FLOAT_BYTES))
+    kinds = {kind: layers for kind, layers in shape.kinds().items() if kind is not None}
+    channels, itemsize = max((kind.channels for kind in kinds), default=0), shape.dtype.itemsize
+    exact = sum(kind.token_bytes * layers for kind, layers in kinds.items() if kind.window is None)
+    each = 2 * channels * itemsize + shape.widths.query * (2 * itemsize + 3 * _FLOAT_BYTES)
+    return rows * tokens * (each + exact + exact // SPARE)
