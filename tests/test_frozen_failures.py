@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,12 @@ def test_capacities_that_are_no_numbers_of_tokens(capacity: Any) -> None:
 
 @pytest.mark.parametrize("change", ({"num_key_value_heads": 1}, {"head_dim": 4}), ids=str)
 def test_a_model_of_other_heads(change: dict[str, int]) -> None:
-    """Fewer heads or channels than a slot has would fit into it."""
+    """Fewer heads or channels than a slot has would fit into it. A cache that was pickled knows its model no more."""
     model, ids = zoo.build("llama"), zoo.prompt(1, 20)
     other = zoo.build("llama", **change)
     kvbits.cache_for(other, SCHEME)
     cache = prefilled(model, SCHEME, ids)
-    frozen = kvbits.freeze(cache, 90)
+    frozen = pickle.loads(pickle.dumps(kvbits.freeze(cache, 90)))
     with pytest.raises(ValueError, match=r"layer 0 holds \(heads, key channels, value channels, dtypes\) = \(2, 8, 8"):
         decode(other, frozen, ids, 1)
     same(decode(model, frozen, ids, 5), decode(model, cache, ids, 5))
