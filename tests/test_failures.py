@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -279,7 +280,8 @@ def test_generate_says_where_a_cache_has_read_another_text() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         generated(model, cache.fork(), ids)
-        generated(model, cache.fork(), ids[:, 50:], torch.ones_like(ids))  # the new tokens alone, with the mask of all
+        if "next_sequence_length" in inspect.signature(model.prepare_inputs_for_generation).parameters:  # not in 5.0
+            generated(model, cache.fork(), ids[:, 50:], torch.ones_like(ids))  # new tokens alone, with the mask of all
 
 
 @pytest.mark.parametrize("tokens", [20, 49, 50])

@@ -145,7 +145,7 @@ def test_masks_that_hide_something() -> None:
 def test_a_model_of_more_layers() -> None:
     model, ids = zoo.build("llama", num_hidden_layers=3), zoo.prompt(1, 20)
     kvbits.cache_for(model, SCHEME)
-    frozen = kvbits.freeze(prefilled(zoo.build("llama"), SCHEME, ids), 90)
+    frozen = pickle.loads(pickle.dumps(kvbits.freeze(prefilled(zoo.build("llama"), SCHEME, ids), 90)))
     with pytest.raises(ValueError, match="made for a model of 2 layers and got layer 2"):
         decode(model, frozen, ids, 1)
     assert columns_of_layers(frozen) == {19}

@@ -431,20 +431,26 @@ def cache_name(model: torch.nn.Module) -> str:
 def _refuse_stranger(cache: KVCache | StaticKVCache, module: torch.nn.Module) -> None:
     """Raise where a cache was filled by another model than the one that runs, or a part or a whole of it.
 
-    An empty one is as good for any model, but where the scheme has to know how keys are rotated: it changes hands.
+    An empty one changes hands, but where its scheme has to know how keys are rotated, and the other rotates otherwise.
     """
     own = cache.model
     if own is None or own is module or any(part is module for part in own.modules()):
         return
     if any(part is own for part in module.modules()):
         return
-    if isinstance(cache, KVCache) and not cache.columns.rows.columns and cache.columns.rotaries is None:
+    may_differ = isinstance(cache, KVCache) and (cache.columns.rotaries is None or _rotation(own) == _rotation(module))
+    if isinstance(cache, KVCache) and may_differ and not cache.columns.rows.columns:
         cache.hand_to(module)
         return
     raise ValueError(
         f"this cache was made for another {type(own).__name__} than the {type(module).__name__} that runs, to which "
         "its keys and values say nothing; make one for the model that runs, kvbits.cache_for(model, scheme)"
     )
+
+
+def _rotation(model: Any) -> tuple[type, Any]:
+    """What of two models is the same where they rotate keys alike."""
+    return type(model), getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
 
 
 class _Announcer:
