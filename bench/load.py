@@ -22,8 +22,8 @@ import torch
 from common import prose, require_green, write
 
 import kvbits
-from kvbits.hf.attach import cache_name
 from kvbits.hf.loading import load_model, load_tokenizer
+from kvbits.hf.names import cache_name
 from kvbits.measure.prompts import Prompts
 from kvbits.measure.setting import SEED
 

@@ -24,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from kvbits import parallel
 from kvbits.attend import Call, attend
 from kvbits.catalogue import RECOMMENDED
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from kvbits.hf.tokens import TokenIds
 from kvbits.rows import Rows
 

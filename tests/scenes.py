@@ -18,7 +18,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import kvbits
 from kvbits import parallel
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 
 SMALL = "residual=32,block=32"
 SCHEMES = (

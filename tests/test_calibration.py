@@ -22,7 +22,7 @@ from kvbits import calibration, fingerprint
 from kvbits.cli import app
 from kvbits.files import ABOUT, TENSORS, Calibration
 from kvbits.hf import collect as collecting
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from kvbits.hf.rotary import Unrotatable, rotaries
 from kvbits.numerics import hadamard, rope
 from kvbits.scheme import Scheme, parse_codec

@@ -23,7 +23,7 @@ import kvbits
 import zoo
 from kvbits.cli import app, chat
 from kvbits.conversation import ContextFull, Conversation
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,9 +22,9 @@ import kvbits
 import stored
 import zoo
 from kvbits.attend import native
-from kvbits.hf.attach import cache_name
 from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from kvbits.hf.translate import scheme_of_cache_config
 
 INT8 = "int8,residual=4,block=32"

@@ -16,8 +16,8 @@ import transformers as hf
 import kvbits
 import stored
 import zoo
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

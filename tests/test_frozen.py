@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvbits
 import zoo
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from kvbits.ring import RingLayer
 from kvbits.rotary import Rotary
 from kvbits.static import StaticLayer

@@ -13,7 +13,7 @@ import torch
 import kvbits
 import zoo
 from kvbits.hf import attach
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from test_frozen import SMALL, built, decode, padded, places, prefilled, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

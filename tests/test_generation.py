@@ -20,8 +20,8 @@ import transformers as hf
 import kvbits
 import stored
 import zoo
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from zoo import feed, positions
 
 MODELS = ["llama", "gemma3"]  # full attention; sliding and full attention mixed

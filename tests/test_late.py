@@ -23,7 +23,7 @@ from kvbits.attend import view as view_module
 from kvbits.attend.view import STORED_ORDER
 from kvbits.cache import LayerCache
 from kvbits.encode import encode
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from kvbits.late import abnormality, choose, own_numbers
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows

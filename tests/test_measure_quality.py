@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 import kvbits
 import zoo
-from kvbits.hf.attach import attached, cache_name
+from kvbits.hf.attach import attached
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from kvbits.library import instruction_set
 from kvbits.measure import caches, exact, guards, memory, quality
 from kvbits.measure.bits import bits_at, bits_per_element, elements

@@ -19,9 +19,9 @@ import stored
 import zoo
 from kvbits.attend import Call, attend
 from kvbits.cache import LayerCache
-from kvbits.hf.attach import cache_name
 from kvbits.hf.attention import attention
 from kvbits.hf.handle import Pair, Trace
+from kvbits.hf.names import cache_name
 from kvbits.scheme import Scheme
 
 LOSSLESS = "exact,residual=4,block=32"

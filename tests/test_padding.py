@@ -19,8 +19,8 @@ import stored
 import zoo
 from kvbits.cache import LayerCache
 from kvbits.hf import attention as hf_attention
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from zoo import feed
 
 LOSSLESS = "exact,residual=4,block=32"

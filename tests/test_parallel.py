@@ -15,7 +15,7 @@ import ranks
 import zoo
 from kvbits.attend import KERNELS, Call
 from kvbits.cache import LayerCache
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from kvbits.parallel.join import merge, with_sinks
 from kvbits.scheme import Scheme
 from kvbits.turns import Turns

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 import kvbits
 import zoo
 from kvbits.files.sealed import Sealed
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from kvbits.prefixes import PrefixStore, files_of, in_common
 from test_saving import INT8, SMALL, VARIOUS, assert_same_layer, call, grow, layer, model_of, tokens
 

@@ -23,8 +23,8 @@ from transformers import Cache
 
 import kvbits
 from kvbits.calibration import calibrate
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from kvbits.measure.bits import bits_at
 from kvbits.measure.caches import EXACT, make
 from kvbits.measure.divergence import divergence, log_probabilities

@@ -216,9 +216,9 @@ def test_a_branch_leaves_its_cache_alone(name: str) -> None:
     long = zoo.prompt(1, 250, seed=9)
     with torch.no_grad():
         for step in long.split(50, dim=1):  # past every residual
-            model(input_ids=step, **{kvbits.hf.attach.cache_name(model): other})
+            model(input_ids=step, **{kvbits.hf.names.cache_name(model): other})
         here, there = (
-            model(input_ids=ids[:, 50:], **{kvbits.hf.attach.cache_name(model): one}).logits
+            model(input_ids=ids[:, 50:], **{kvbits.hf.names.cache_name(model): one}).logits
             for one in (cache, untouched)
         )
     assert torch.equal(here, there) and cache.get_seq_length() == 60 and other.get_seq_length() == 300

@@ -12,8 +12,8 @@ import transformers as hf
 
 import kvbits
 import zoo
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from kvbits.hf.rotary import Rotaries, Unrotatable, rotaries
 from kvbits.numerics import rope
 from kvbits.rotary import Rotary

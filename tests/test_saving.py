@@ -30,9 +30,9 @@ from kvbits.files import layer as layers
 from kvbits.files import sealed
 from kvbits.files.plain import from_plain, to_plain
 from kvbits.files.sealed import Damaged, Sealed
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
 from kvbits.hf.devices import devices_of_layers
+from kvbits.hf.names import cache_name
 from kvbits.hf.rotary import rotaries
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows, Run

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import kvbits
 import zoo
 from kvbits import serve
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from kvbits.serve.errors import Refused
 from kvbits.serve.fields import CHAT, COMPLETION, check
 from kvbits.serve.line import Line

@@ -11,8 +11,8 @@ import torch
 import transformers as hf
 
 import kvbits
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 
 pytestmark = pytest.mark.model
 

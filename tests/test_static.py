@@ -12,7 +12,7 @@ import zoo
 from kvbits.attend import Call, reference, triton_decode
 from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from kvbits.library import why_no_triton
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows

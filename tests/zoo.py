@@ -9,7 +9,8 @@ import pytest
 import torch
 import transformers as hf
 
-from kvbits.hf.attach import cache_name, refuse_unless_served
+from kvbits.hf.attach import refuse_unless_served
+from kvbits.hf.names import cache_name
 from kvbits.library import instruction_set
 
 VOCABULARY = 128

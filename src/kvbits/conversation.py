@@ -18,8 +18,8 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import TextStreamer
 
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from kvbits.prefixes import in_common
 from kvbits.saving import Saved, save
 

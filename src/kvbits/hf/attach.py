@@ -12,11 +12,12 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvbits.attend import native
@@ -24,14 +25,15 @@ from kvbits.cache import LayerCache
 from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration, load_calibration, refuse_uncalibrated
 from kvbits.heads import Heads
+from kvbits.hf.announce import Announcer
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import KVCache, PackedLayer
 from kvbits.hf.columns import Columns
+from kvbits.hf.names import CACHE_NAMES, cache_name
 from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
 from kvbits.hf.static import StaticKVCache
-from kvbits.hf.tokens import first_difference, text_of
+from kvbits.hf.tokens import first_difference
 from kvbits.hf.translate import scheme_of_cache_config
-from kvbits.numerics.modes import host_runs, outside_graphs
 from kvbits.rotary import Rotary
 from kvbits.scheme import Scheme
 from kvbits.types import Params
@@ -39,8 +41,6 @@ from kvbits.types import Params
 _ATTRIBUTE = "_kvbits_attachment"
 _ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 """Layers of Transformers' own cache that kvbits can stand in for."""
-
-_CACHE_NAMES = ("cache", "past_key_values")  # the second is the name before Transformers 5.24
 
 
 @dataclass
@@ -205,7 +205,7 @@ def refuse_unless_served(model: Any) -> None:
     supports = getattr(model, "_supports_default_dynamic_cache", None)
     if supports is not None and not supports():
         raise ValueError(f"{name} keeps a cache of its own making, without keys and values that kvbits could store")
-    if not any(cache in inspect.signature(model.forward).parameters for cache in _CACHE_NAMES):
+    if not any(cache in inspect.signature(model.forward).parameters for cache in CACHE_NAMES):
         raise ValueError(f"{name} takes no cache of keys and values")
     layers = _stock_layers(model)
     if not any(type(layer) in _ATTENTION for layer in layers):
@@ -222,13 +222,20 @@ def attach(model: PreTrainedModel) -> Attachment:
         found = Attachment()
         setattr(model, _ATTRIBUTE, found)
         for module in _models_in(model):
-            announce = _Announcer(module, found if module is model else None)
+            announce = Announcer(module, partial(_default_cache, model, found) if module is model else None)
             found.hooks.append(module.register_forward_pre_hook(announce, with_kwargs=True))
             found.hooks.append(module.register_forward_hook(announce.end, with_kwargs=True, always_call=True))
         if hasattr(model, _PrepareInputs.name):
             _stand_before(model, _PrepareInputs)
     _set_attention(model, found)
     return found
+
+
+def _default_cache(model: PreTrainedModel, attachment: Attachment) -> KVCache | None:
+    """What :func:`enable` gives a call that names no cache."""
+    if attachment.scheme is None:
+        return None
+    return cache_for(model, attachment.scheme, sliding=attachment.sliding, calibration=attachment.calibration)
 
 
 def attached(model: Any) -> bool:
@@ -336,7 +343,7 @@ class _PrepareCache(_Wrapper):
         model, attachment = self.model, vars(self.model).get(_ATTRIBUTE)
         if attachment is None:  # disabled, while a wrapper of the user's around this one stays
             return self.stock(generation_config, model_kwargs, *args, **kwargs)
-        given = any(model_kwargs.get(name) is not None for name in _CACHE_NAMES)
+        given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
         scheme: Scheme | None = None
         if not given and generation_config.use_cache is not False:
             if generation_config.cache_implementation == "quantized":
@@ -363,7 +370,7 @@ class _PrepareInputs(_Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = {**self.takes.bind(*args, **kwargs).arguments, **kwargs}
-        given = next((c for c in map(bound.get, _CACHE_NAMES) if isinstance(c, (KVCache, StaticKVCache))), None)
+        given = next((c for c in map(bound.get, CACHE_NAMES) if isinstance(c, (KVCache, StaticKVCache))), None)
         if given is not None and bound.get("is_first_iteration"):
             self._compare_text(given, bound)
         if isinstance(given, StaticKVCache):
@@ -376,7 +383,7 @@ class _PrepareInputs(_Wrapper):
                 "use_cache=False makes generate pass the whole text at every step, to a cache that holds it already; "
                 "pass use_cache=True, or no cache"
             )
-        if given is not None and all(inputs.get(name) is None for name in _CACHE_NAMES):
+        if given is not None and all(inputs.get(name) is None for name in CACHE_NAMES):
             if isinstance(given, StaticKVCache):
                 raise ValueError(
                     f"{type(self.model).__name__} reads the whole text anew where it outgrows its short rotary "
@@ -420,151 +427,3 @@ class _PrepareInputs(_Wrapper):
                 UserWarning,
                 stacklevel=2,
             )
-
-
-def cache_name(model: torch.nn.Module) -> str:
-    """What ``model.forward`` calls its cache: ``cache`` or ``past_key_values``."""
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
-
-
-def _refuse_stranger(cache: KVCache | StaticKVCache, module: torch.nn.Module) -> None:
-    """Raise where a cache was filled by another model than the one that runs, or a part or a whole of it.
-
-    An empty one changes hands, but where its scheme has to know how keys are rotated, and the other rotates otherwise.
-    """
-    own = cache.model
-    if own is None or own is module or any(part is module for part in own.modules()):
-        return
-    if any(part is own for part in module.modules()):
-        return
-    may_differ = isinstance(cache, KVCache) and (cache.columns.rotaries is None or _rotation(own) == _rotation(module))
-    if isinstance(cache, KVCache) and may_differ and not cache.columns.rows.columns:
-        cache.hand_to(module)
-        return
-    raise ValueError(
-        f"this cache was made for another {type(own).__name__} than the {type(module).__name__} that runs, to which "
-        "its keys and values say nothing; make one for the model that runs, kvbits.cache_for(model, scheme)"
-    )
-
-
-def _rotation(model: Any) -> tuple[type, Any]:
-    """What of two models is the same where they rotate keys alike."""
-    return type(model), getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
-
-
-class _Announcer:
-    """A pair of hooks that tell the cache in a call's arguments about the call's padding mask, and when it is over.
-
-    On the outermost model it also puts the default cache of :func:`enable` where the call names none.
-    """
-
-    def __init__(self, module: PreTrainedModel, attachment: Attachment | None) -> None:
-        self.attachment = attachment
-        self.names = list(inspect.signature(module.forward).parameters)
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cache = self._cache(args, kwargs)
-        if not isinstance(cache, StaticKVCache):
-            return self._begin(module, args, kwargs)
-        if host_runs():  # else this is part of a graph
-            _refuse_stranger(cache, module)
-            cache.begin(id(self))
-            cache.refuse_mask(self._argument("attention_mask", args, kwargs))
-        return args, kwargs
-
-    @outside_graphs
-    def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cache = self._cache(args, kwargs)
-        if cache is None and self._wants_default(module, args, kwargs):
-            assert self.attachment is not None
-            options = {"sliding": self.attachment.sliding, "calibration": self.attachment.calibration}
-            cache = cache_for(module, self.attachment.scheme, **options)
-            args, kwargs = self._with(cache_name(module), cache, args, kwargs)
-        if isinstance(cache, KVCache):
-            _refuse_stranger(cache, module)
-            if self.attachment is not None:
-                args, kwargs = self._read_ahead(module, cache, args, kwargs)
-            cache.begin(id(self))
-            mask = self._argument("attention_mask", args, kwargs)
-            padding = isinstance(mask, torch.Tensor) and mask.ndim == 2
-            # The decoder inside may get the same mask in a form that no longer shows the padding.
-            if padding or mask is None or not cache.columns.waiting:
-                cache.columns.begin(mask if padding else None, self._ids(cache, args, kwargs))
-            cache.columns.place(self._positions(args, kwargs))
-        return args, kwargs
-
-    def end(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook, called always: tells the cache that the call is over; without an output it has failed."""
-        cache = self._cache(args, kwargs)
-        if not isinstance(cache, StaticKVCache):
-            self._end(cache, output)
-        elif host_runs():
-            cache.end(id(self), failed=output is None)
-
-    @outside_graphs
-    def _end(self, cache: Cache | None, output: Any) -> None:
-        if isinstance(cache, KVCache):
-            cache.end(id(self), failed=output is None)
-
-    def _read_ahead(
-        self, module: Any, cache: KVCache, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let the cache read what the caller wants no logits of; the arguments of the call for the rest."""
-        ids = text_of({**dict(zip(self.names, args, strict=False)), **kwargs})
-        keep = self._argument("logits_to_keep", args, kwargs)
-        some = ids is not None and type(keep) is int and 0 < keep < ids.shape[1]
-        if not some or self._wants_more(module, args, kwargs):
-            return args, kwargs
-        mask, positions = self._argument("attention_mask", args, kwargs), self._positions(args, kwargs)
-        done = cache.read_ahead(module, ids, keep, mask, positions)
-        for name in ("input_ids", "position_ids", "cache_position") if done else ():
-            if isinstance(given := self._argument(name, args, kwargs), torch.Tensor):
-                args, kwargs = self._with(name, given[..., done:], args, kwargs)
-        return args, kwargs
-
-    def _wants_more(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call is for more than the last logits: a loss, gradients, what layers return."""
-        if torch.is_grad_enabled() or self._argument("labels", args, kwargs) is not None:
-            return True
-        wanted = ("output_hidden_states", "output_attentions", "output_router_logits")
-        given = {name: self._argument(name, args, kwargs) for name in wanted}
-        return any(getattr(module.config, name, False) if x is None else x for name, x in given.items())
-
-    def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
-        given = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
-        return next((c for c in given if isinstance(c, Cache)), None)
-
-    def _ids(self, cache: KVCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The new ids, where they are not known already and are all that the call reads."""
-        return None if cache.columns.waiting else text_of({**dict(zip(self.names, args, strict=False)), **kwargs})
-
-    def _positions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The positions that the call names, int64 ``[..., B or 1, columns]``. Early releases count columns instead."""
-        positions = self._argument("position_ids", args, kwargs)
-        if positions is None:
-            positions = self._argument("cache_position", args, kwargs)
-        return positions if isinstance(positions, torch.Tensor) else None
-
-    def _wants_default(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if self.attachment is None or self.attachment.scheme is None or module.training:
-            return False
-        wanted = self._argument("use_cache", args, kwargs)
-        if wanted is None:
-            wanted = getattr(module.config.get_text_config(decoder=True), "use_cache", False)
-        return bool(wanted)
-
-    def _with(
-        self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with another value, in the place where the caller gave one."""
-        position = self.names.index(name) if name in self.names else len(args)
-        if position < len(args):
-            return (*args[:position], value, *args[position + 1 :]), kwargs
-        return args, {**kwargs, name: value}
-
-    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in kwargs or name not in self.names:
-            return kwargs.get(name)
-        position = self.names.index(name)
-        return args[position] if position < len(args) else None

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 
 LOGITS_TOKENS = 256
 """Tokens whose logits are float32 at a time."""

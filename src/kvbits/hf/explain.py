@@ -13,9 +13,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvbits.files import Calibration
 from kvbits.heads import Heads
-from kvbits.hf.attach import attached, cache_for, cache_name, disable, refuse_unless_served
+from kvbits.hf.attach import attached, cache_for, disable, refuse_unless_served
 from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import PackedLayer
+from kvbits.hf.names import cache_name
 from kvbits.library import instruction_set
 from kvbits.scheme import Scheme
 

@@ -12,8 +12,9 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from kvbits.hf.attach import cache_for, cache_name
+from kvbits.hf.attach import cache_for
 from kvbits.hf.cache import KVCache, storage_bytes
+from kvbits.hf.names import cache_name
 from kvbits.scheme import Scheme
 
 

@@ -14,8 +14,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
 from kvbits.cache import LayerCache
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache, storage_bytes
+from kvbits.hf.names import cache_name
 from kvbits.measure.setting import SEED
 
 LONG_TOKENS = 8000

@@ -31,9 +31,9 @@ except ImportError as error:
 
 from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration, load_calibration
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache
 from kvbits.hf.loading import where
+from kvbits.hf.names import cache_name
 from kvbits.measure import caches, held
 from kvbits.measure.setting import CHUNK_TOKENS
 

@@ -19,7 +19,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvbits.files import Calibration
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from kvbits.measure import guards
 from kvbits.measure.caches import make
 from kvbits.measure.flush import packed_tokens, tokens_to_flush

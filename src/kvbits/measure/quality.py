@@ -32,7 +32,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from kvbits import fingerprint
 from kvbits.calibration import Report, longest_text, refuse_foreign, sample_ids
 from kvbits.files import Calibration, load_calibration
-from kvbits.hf.attach import attached, cache_name, disable, refuse_unless_served
+from kvbits.hf.attach import attached, disable, refuse_unless_served
+from kvbits.hf.names import cache_name
 from kvbits.measure import guards
 from kvbits.measure.bits import LONG_TOKENS, bits_at, bits_per_element, elements
 from kvbits.measure.caches import EXACT, PEERS, check, installed, is_exact, make, nbytes, outcomes

@@ -27,7 +27,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvbits.files import Calibration, load_calibration
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from kvbits.measure import caches
 from kvbits.measure.bits import bits_per_element, elements_of_a_token
 from kvbits.measure.haystack import Haystack

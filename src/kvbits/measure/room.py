@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvbits.calibration import available_bytes
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 from kvbits.measure.caches import EXACT, PEERS
 from kvbits.scheme import Scheme
 from kvbits.store import Record

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbits.hf.attach import cache_name
+from kvbits.hf.names import cache_name
 
 if TYPE_CHECKING:
     from kvbits.parallel.cache import SharedCache

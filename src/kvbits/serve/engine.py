@@ -13,8 +13,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvbits.hf.attach import cache_for, cache_name
+from kvbits.hf.attach import cache_for
 from kvbits.hf.cache import KVCache
+from kvbits.hf.names import cache_name
 from kvbits.prefixes import PrefixStore
 from kvbits.scheme import Scheme
 from kvbits.serve.errors import Refused

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbits.cache import LayerCache
-from kvbits.hf.attach import cache_name
 from kvbits.hf.cache import KVCache, PackedLayer, storage_bytes
+from kvbits.hf.names import cache_name
 
 _PARAMS_BYTES = 16
 """For each channel: mean, balance, scale and zero in float32; what was calibrated is there from the start."""
