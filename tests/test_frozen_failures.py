@@ -12,7 +12,7 @@ import torch
 
 import kvbits
 import zoo
-from kvbits.hf import attach
+from kvbits.hf import announce
 from kvbits.hf.names import cache_name
 from test_frozen import SMALL, built, decode, padded, places, prefilled, same
 
@@ -90,7 +90,7 @@ def test_steps_that_were_told_and_did_not_run_are_not_taken_for_text() -> None:
 def uncounted(monkeypatch: pytest.MonkeyPatch, model: Any, frozen: Any, ids: torch.Tensor, steps: int) -> None:
     """Steps as a compiled loop makes them that does not call ``advance``."""
     with monkeypatch.context() as patch:
-        patch.setattr(attach, "host_runs", lambda: False)
+        patch.setattr(announce, "host_runs", lambda: False)
         decode(model, frozen, ids, steps)
 
 
