@@ -13,6 +13,7 @@ import argparse
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from kvbits.attend import triton_decode, triton_kernel
-from kvbits.attend.triton_shape import TURNED_KEYS, TURNED_MEAN, Shape, Turn, power_of_two, shape_for
+from kvbits.attend.triton_shape import TURNED_KEYS, TURNED_MEAN, Shape, Turn, shape_for
 from kvbits.attend.triton_tuning import tuning_for
+from kvbits.numerics.groups import power_of_two
 from kvbits.scheme import Scheme
 from kvbits.store import Record
 
@@ -196,6 +198,18 @@ def parser(description: str, what: str, names: str, out: str) -> argparse.Argume
     return made
 
 
+def compile_all(
+    names: str, options: argparse.Namespace, row: Callable[[str, int], dict[str, Any]], **more: Any
+) -> None:
+    """Write the rows of all ``names`` for all architectures; ``row`` makes one."""
+    rows = []
+    for capability in map(int, options.capabilities.split(",")):
+        for name in names.split(","):
+            rows.append(row(name, capability))
+            print(rows[-1], flush=True)
+    print(write(options.out, rows, measured=False, triton=triton.__version__, channels=options.channels, **more))
+
+
 def main() -> None:
     arguments = parser(__doc__, "schemes", SCHEMES, "gpu_compile")
     arguments.add_argument("--groups", type=int, default=4, help="query heads of a KV head")
@@ -203,13 +217,10 @@ def main() -> None:
     if options.check:
         check_variants()
         return
-    rows = []
-    for capability in map(int, options.capabilities.split(",")):
-        for name in options.schemes.split(","):
-            rows.append(row_for(name, options.channels, options.groups, capability))
-            print(rows[-1], flush=True)
-    more = {"triton": triton.__version__, "channels": options.channels, "groups": options.groups, "paper": PEAK}
-    print(write(options.out, rows, measured=False, **more))
+    compile_all(
+        options.schemes, options, lambda name, capability: row_for(name, options.channels, options.groups, capability),
+        groups=options.groups, paper=PEAK,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import triton
-from common import write
-from gpu_compile import Lowering, machine_code, parser, spills
+from gpu_compile import Lowering, compile_all, machine_code, parser, spills
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -98,13 +97,10 @@ def main() -> None:
     if options.check:
         check_variants()
         return
-    rows = []
-    for capability in map(int, options.capabilities.split(",")):
-        for name in options.codecs.split(","):
-            rows.append(row_for(name, options.tokens, options.channels, capability))
-            print(rows[-1], flush=True)
-    more = {"triton": triton.__version__, "tokens": options.tokens, "channels": options.channels}
-    print(write(options.out, rows, measured=False, **more))
+    compile_all(
+        options.codecs, options, lambda name, capability: row_for(name, options.tokens, options.channels, capability),
+        tokens=options.tokens,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

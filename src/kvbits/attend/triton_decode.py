@@ -27,7 +27,6 @@ from kvbits.attend.triton_shape import (
     Shape,
     Turn,
     outliers_in,
-    power_of_two,
     shape_for,
     why_not_format,
 )
@@ -35,6 +34,7 @@ from kvbits.attend.triton_tuning import tuning_for
 from kvbits.attend.view import KVView
 from kvbits.codecs import Codec
 from kvbits.library import interpreted, why_no_triton
+from kvbits.numerics.groups import power_of_two
 from kvbits.store import Record
 from kvbits.types import Params
 

@@ -9,7 +9,9 @@ import functools
 from dataclasses import dataclass, replace
 
 from kvbits.attend.triton_tuning import Tuning
+from kvbits.library import LEVELS
 from kvbits.numerics import groups
+from kvbits.numerics.groups import power_of_two
 from kvbits.store import Record, Slot
 from kvbits.types import Format
 
@@ -25,7 +27,6 @@ MOST_ROWS = 64
 _USUAL_SUMS = 4096
 """Columns times channels up to which the tunings of the table were made."""
 
-LEVELS = {"uniform": 0, "table": 1, "e4m3": 2}
 TOKEN, CHANNEL, LAYER, STATIC = range(4)
 NO_TURN, TURNED_KEYS, TURNED_MEAN = range(3)
 
@@ -33,7 +34,7 @@ NO_TURN, TURNED_KEYS, TURNED_MEAN = range(3)
 def why_not_format(form: Format, channels: int, outliers: int) -> list[str]:
     """Reasons against keys or values of one format and head_dim, with so many outliers in a block."""
     reasons = []
-    if form.levels not in LEVELS:
+    if form.levels == "exact":
         reasons.append("packed blocks of exact elements")
     if outliers > MOST_OUTLIERS:
         reasons.append(f"{outliers} outliers in a block (up to {MOST_OUTLIERS} run)")
@@ -49,11 +50,6 @@ def why_not_format(form: Format, channels: int, outliers: int) -> list[str]:
 def outliers_in(slots: tuple[Slot, ...]) -> int:
     """Entries of the sparse part of a block."""
     return next((slot.part.shape[0] for slot in slots if slot.part.name == "outlier_index"), 0)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest that is not below ``number``."""
-    return 1 << (number - 1).bit_length()
 
 
 def _group_length(form: Format, channels: int) -> int:
@@ -99,7 +95,7 @@ class Side:
     @property
     def offset(self) -> float:
         """What levels of uniform codes are more than their codes."""
-        return 128.0 if self.bits < 8 and self.levels == LEVELS["uniform"] and not self.exact else 0.0
+        return 128.0 if self.bits < 8 and self.levels == LEVELS.index("uniform") and not self.exact else 0.0
 
     @property
     def fields(self) -> int:
@@ -133,7 +129,7 @@ class Side:
             per = LAYER if form.per == "layer" else STATIC
         outliers = outliers_in(slots)
         return Side(
-            form.bits, LEVELS[form.levels], per, form.zero, exact, channels, max(32, power_of_two(channels)),
+            form.bits, LEVELS.index(form.levels), per, form.zero, exact, channels, max(32, power_of_two(channels)),
             group, count, columns, slice_groups, sub, at["codes"], at.get("scale", 0), at.get("zero", 0),
             outliers, max(16, power_of_two(outliers)) if outliers else 0,
             at.get("outlier_index", 0), at.get("outlier_value", 0),

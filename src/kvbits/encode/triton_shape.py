@@ -16,9 +16,10 @@ from kvbits.codecs import (
     NormalFloat,
     Rotated,
 )
+from kvbits.library import LEVELS
 from kvbits.numerics import groups, outliers
+from kvbits.numerics.groups import power_of_two
 
-LEVELS = {"uniform": 0, "table": 1, "e4m3": 2}
 RANGE, HALF_QUADRATIC, NORM, FIXED = range(4)
 """How scales are chosen."""
 
@@ -82,7 +83,17 @@ class Shape:
             tile = tokens, power_of_two(many), max(SMALLEST, power_of_two(length))
         exact = not isinstance(codec, NonUniform)
         return Shape(
-            tokens, channels, form.bits, LEVELS[form.levels], choice, exact, not per_channel, length, many, count, *tile
+            tokens,
+            channels,
+            form.bits,
+            LEVELS.index(form.levels),
+            choice,
+            exact,
+            not per_channel,
+            length,
+            many,
+            count,
+            *tile,
         )
 
     @property
@@ -108,12 +119,12 @@ class Shape:
     @property
     def bottom(self) -> float:
         """The lowest level."""
-        return 0.0 if self.levels == LEVELS["uniform"] else -1.0
+        return 0.0 if self.levels == LEVELS.index("uniform") else -1.0
 
     @property
     def top(self) -> float:
         """The highest level."""
-        return (1 << self.bits) - 1.0 if self.levels == LEVELS["uniform"] else 1.0
+        return (1 << self.bits) - 1.0 if self.levels == LEVELS.index("uniform") else 1.0
 
     @property
     def warps(self) -> int:
@@ -121,8 +132,3 @@ class Shape:
         each = BUSY_WARP_ELEMENTS if self.choice in (NORM, HALF_QUADRATIC) else WARP_ELEMENTS
         each = SPARSE_WARP_ELEMENTS if self.outliers else each
         return min(MOST_WARPS, max(4, self.tokens * self.columns // each))
-
-
-def power_of_two(number: int) -> int:
-    """The smallest that is not below ``number``."""
-    return 1 << (number - 1).bit_length()

@@ -26,8 +26,8 @@ def _refuse_stranger(cache: KVCache | StaticKVCache, module: torch.nn.Module) ->
         return
     if any(part is own for part in module.modules()):
         return
-    may_differ = isinstance(cache, KVCache) and (cache.columns.rotaries is None or _rotation(own) == _rotation(module))
-    if isinstance(cache, KVCache) and may_differ and not cache.columns.rows.columns:
+    empty = isinstance(cache, KVCache) and not cache.columns.rows.columns
+    if empty and (cache.columns.rotaries is None or _rotation(own) == _rotation(module)):
         cache.hand_to(module)
         return
     raise ValueError(
@@ -37,7 +37,7 @@ def _refuse_stranger(cache: KVCache | StaticKVCache, module: torch.nn.Module) ->
 
 
 def _rotation(model: Any) -> tuple[type, Any]:
-    """What of two models is the same where they rotate keys alike."""
+    """The same of two models that rotate keys alike."""
     return type(model), getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
 
 
@@ -100,10 +100,11 @@ class Announcer:
         self, module: Any, cache: KVCache, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Let the cache read what the caller wants no logits of; the arguments of the call for the rest."""
-        ids = text_of({**dict(zip(self.names, args, strict=False)), **kwargs})
-        keep = self._argument("logits_to_keep", args, kwargs)
-        some = ids is not None and type(keep) is int and 0 < keep < ids.shape[1]
-        if not some or self._wants_more(module, args, kwargs):
+        given, keep = self._argument("input_ids", args, kwargs), self._argument("logits_to_keep", args, kwargs)
+        if type(keep) is not int or not isinstance(given, torch.Tensor) or not 0 < keep < given.shape[-1]:
+            return args, kwargs  # as all steps
+        ids = self._text(args, kwargs)
+        if ids is None or self._wants_more(module, args, kwargs):
             return args, kwargs
         mask, positions = self._argument("attention_mask", args, kwargs), self._positions(args, kwargs)
         done = cache.read_ahead(module, ids, keep, mask, positions)
@@ -126,7 +127,10 @@ class Announcer:
 
     def _ids(self, cache: KVCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The new ids, where they are not known already and are all that the call reads."""
-        return None if cache.columns.waiting else text_of({**dict(zip(self.names, args, strict=False)), **kwargs})
+        return None if cache.columns.waiting else self._text(args, kwargs)
+
+    def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        return text_of({**dict(zip(self.names, args, strict=False)), **kwargs})
 
     def _positions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The positions that the call names, int64 ``[..., B or 1, columns]``. Early releases count columns instead."""

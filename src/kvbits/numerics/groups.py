@@ -65,3 +65,8 @@ def join(x: torch.Tensor, per: Along, channels: int) -> torch.Tensor:
         return x.flatten(-3, -2)
     x = x.flatten(-2)
     return x if x.shape[-1] == channels else x[..., :channels]
+
+
+def power_of_two(number: int) -> int:
+    """The smallest that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
