@@ -36,6 +36,7 @@ from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
 from kvbits.codecs import Codec, Grouped, HalfQuadratic
 from kvbits.encode import triton as fast_encode
+from kvbits.library import OPT_IN
 from kvbits.measure.setting import SEED
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows
@@ -43,7 +44,7 @@ from kvbits.scheme import Scheme
 from kvbits.store import Blocks, Record
 from kvbits.types import Params
 
-os.environ[triton_decode.OPT_IN] = "1"
+os.environ[OPT_IN] = "1"
 SCHEMES = ("default", "small", "int4", "kivi4", "int2", "kivi2", "fp8", "int8", "int3", "nf4")
 CHECKED = (
     *SCHEMES, "fp8-static", "nf3", "nf2", "int4-channel", "int8-channel", "int3-channel", "nf4-channel",

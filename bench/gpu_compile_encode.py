@@ -16,18 +16,26 @@ from gpu_compile import Lowering, compile_all, machine_code, parser, spills
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvbits.attend.triton_shape import TURNED_KEYS, TURNED_MEAN
 from kvbits.encode import triton_kernel
-from kvbits.encode.triton_shape import Shape
+from kvbits.encode.triton_shape import Before, Shape, warps_of
+from kvbits.numerics import hadamard
 from kvbits.scheme import parse_codec
 
 CODECS = (
     "int8,int4,int3,int2,int4-channel,int2-channel,nf4,lm4,lm2,fp8,fp8-static,int4-static,hqq4,hqq2,hqq4-channel,"
-    "int4-1%,nf3-1%,int4-channel-1%,nuq4-static,nuq3-token-1%,nuq3-static-1%"
+    "int4-1%,nf3-1%,int4-channel-1%,nuq4-static,nuq3-token-1%,nuq3-static-1%,"
+    "lm4 rotated,int4 rotated,lm4 centred,lm2 centred,int4 pre-rope,int4-channel pre-rope,nuq3-static-1% pre-rope"
 )
+"""Codecs, and what is done to elements first: a rotation; a mean that turns taken off, and a rotation; the rotary
+embedding taken off."""
+
+WAYS = ("", "rotated", "centred", "pre-rope")
 POINTERS = {
     **{"unsound": "*i32", "codes_out": "*u8", "scale_out": "*bf16", "zero_out": "*fp16", "index_out": "*u16"},
     **{"value_out": "*bf16", "scratch": "*i16"},
-    **dict.fromkeys(("table", "given_scale", "given_zero"), "*fp32"),
+    **dict.fromkeys(("table", "given_scale", "given_zero", "mean", "balance", "signs"), "*fp32"),
+    **dict.fromkeys(("base_cos", "base_sin", "step_cos", "step_sin"), "*fp32"),
 }
 ELEMENTS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 CHECKED = (
@@ -43,23 +51,40 @@ CHECKED = (
     ("fp8", 64, 65, torch.bfloat16),
     ("fp8-calibrated", 64, 128, torch.bfloat16),
     ("lm3", 64, 96, torch.bfloat16),
+    ("lm4 centred", 64, 128, torch.bfloat16),
+    ("nuq2-static-1% pre-rope", 64, 80, torch.float16),
+    ("int4-channel rotated", 64, 96, torch.bfloat16),
 )
 """Codec, tokens, head_dim and dtype: together every branch of the kernel."""
 
 
-def source_of(name: str, tokens: int, channels: int, dtype: torch.dtype) -> tuple[ASTSource, Shape]:
-    """The kernel that encodes such blocks, and what it is compiled for."""
-    shape = Shape.of(parse_codec(name), tokens, channels)
+def source_of(name: str, tokens: int, channels: int, dtype: torch.dtype) -> tuple[ASTSource, int]:
+    """The kernel that encodes such blocks, and its warps."""
+    codec, _, way = name.partition(" ")
+    shape, before = Shape.of(parse_codec(codec), tokens, channels), before_of(way, channels)
     names = triton_kernel.encode_block.arg_names
-    kinds = {"x": ELEMENTS[dtype], "limit": "fp32", "SHAPE": "constexpr", **POINTERS}
+    kinds = {"x": ELEMENTS[dtype], "limit": "fp32", "SHAPE": "constexpr", "BEFORE": "constexpr", **POINTERS}
     aligned = {"x", *POINTERS, "s_a", "s_b", "s_c", "s_t"} if channels % 16 == 0 else {"x", *POINTERS}
     source = ASTSource(
         fn=triton_kernel.encode_block,
         signature={name: kinds.get(name, "i32") for name in names},
-        constexprs={"SHAPE": shape},
+        constexprs={"SHAPE": shape, "BEFORE": before},
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned},
     )
-    return source, shape
+    return source, warps_of(shape, before)
+
+
+def before_of(way: str, channels: int) -> Before:
+    """What is done to keys or values of Llama first: ``way`` is one of ``WAYS``."""
+    if way not in WAYS:
+        raise ValueError(f"{way!r} is none of {', '.join(WAYS[1:])}")
+    half, rotated = channels // 2, hadamard.block_of(channels)
+    return {
+        "": Before(),
+        "rotated": Before(rotated=rotated),
+        "centred": Before(TURNED_MEAN, half, mean=True, balance=True, rotated=rotated),
+        "pre-rope": Before(TURNED_KEYS, half),
+    }[way]
 
 
 def check_variants() -> None:
@@ -72,19 +97,19 @@ def check_variants() -> None:
 
 def row_for(name: str, tokens: int, channels: int, capability: int) -> dict[str, Any]:
     """Compile one codec for one architecture and count."""
-    source, shape = source_of(name, tokens, channels, torch.bfloat16)
-    options = {"num_warps": shape.warps, "enable_fp_fusion": False}
+    source, warps = source_of(name, tokens, channels, torch.bfloat16)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, instructions, loop = machine_code(kernel.asm["cubin"])
     return {
         "codec": name,
         "architecture": f"sm_{capability}",
-        "warps": shape.warps,
+        "warps": warps,
         "registers": registers,
         "stack_bytes": stack,
         "spills": spills(instructions),
         "shared_bytes": kernel.metadata.shared,
-        "programs_a_multiprocessor": min(65536 // (registers * 32 * shape.warps), 2048 // (32 * shape.warps)),
+        "programs_a_multiprocessor": min(65536 // (registers * 32 * warps), 2048 // (32 * warps)),
         "instructions": len(instructions),
         "instructions_in_longest_loop": len(loop),
     }

@@ -13,7 +13,7 @@ from kvbits.attend import Call, reference, triton_decode
 from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
 from kvbits.hf.names import cache_name
-from kvbits.library import why_no_triton
+from kvbits.library import OPT_IN, why_no_triton
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
@@ -27,7 +27,7 @@ SMALL = "residual=8,sinks=3,block=32"
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpret where there is no GPU, in these tests alone."""
-    monkeypatch.setenv(triton_decode.OPT_IN, "1")
+    monkeypatch.setenv(OPT_IN, "1")
     if not GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(triton_decode, "_processor", lambda device: ("test", 1))

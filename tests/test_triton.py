@@ -19,6 +19,7 @@ from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
 from kvbits.catalogue import CATALOGUE
 from kvbits.codecs import Affine
+from kvbits.library import OPT_IN
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from test_attend import (
@@ -64,7 +65,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpret where there is no GPU, in these tests alone; about four programs a call, so that splits are merged."""
     if not GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv(triton_decode.OPT_IN, "1")
+    monkeypatch.setenv(OPT_IN, "1")
     monkeypatch.setattr(triton_decode, "_processor", lambda device: ("test", 1))
     with tuned(Tuning(rows=32, programs=4, exact_tokens=32)):
         yield

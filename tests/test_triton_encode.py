@@ -12,7 +12,8 @@ from kvbits.codecs.affine import Affine
 from kvbits.codecs.half_quadratic import HalfQuadratic
 from kvbits.encode import LARGEST, Unsound
 from kvbits.encode import triton as fast
-from kvbits.encode.triton_shape import Shape
+from kvbits.encode.triton_shape import Before, Shape, warps_of
+from kvbits.library import OPT_IN
 from kvbits.scheme import parse_codec
 from kvbits.types import Packed, Params
 from test_attend import random
@@ -34,6 +35,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpret where there is no GPU, in these tests alone."""
     if not GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv(OPT_IN, "1")
     yield
 
 
@@ -251,4 +253,4 @@ def test_a_tile_holds_the_block(spelling: str, channels: int) -> None:
     assert groups >= shape.groups and length >= shape.length
     assert shape.first * shape.second * shape.third == shape.tokens * shape.columns
     assert channels <= shape.columns <= 4 * channels
-    assert shape.warps in (4, 8, 16)
+    assert warps_of(shape, Before()) in (4, 8, 16)

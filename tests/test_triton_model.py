@@ -8,8 +8,8 @@ import torch
 import kvbits
 import zoo
 from kvbits import attend, encode
-from kvbits.attend.triton_decode import OPT_IN
 from kvbits.hf.run import run
+from kvbits.library import OPT_IN
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="whole models need a GPU")
 

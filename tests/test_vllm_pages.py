@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvbits.attend import KERNELS, Call
+from kvbits.attend.rotate import rotate
 from kvbits.encode import Unsound, encode
-from kvbits.encode.rotate import rotate
 from kvbits.numerics import bitpack
 from kvbits.store import Record
 from kvbits.vllm.pages import Batch, PagedRows, Pages, paged_scheme

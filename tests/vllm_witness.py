@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kvbits.attend import KERNELS
+from kvbits.attend.rotate import rotate
 from kvbits.codecs import Codec
 from kvbits.encode import encode
-from kvbits.encode.rotate import rotate
 from kvbits.numerics import bitpack, hadamard
 from kvbits.scheme import Scheme
 from kvbits.store import Slot

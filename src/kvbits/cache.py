@@ -17,9 +17,8 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
-from kvbits.attend import KVView, Transform
+from kvbits.attend import NOTHING, KVView, Transform
 from kvbits.attend.view import STORED_ORDER
-from kvbits.codecs import Codec
 from kvbits.encode import Unsound, encode
 from kvbits.growth import Limits
 from kvbits.late import Late, choose, not_late
@@ -102,12 +101,7 @@ class LayerCache:
         rotary: how the keys are rotated, for schemes that take the rotary embedding off; None where they are not.
         learned: params of keys and values from calibration, a key mean among them where the scheme is centred. What
             is not among them is taken from the first tokens that are packed.
-
-    Attributes:
-        encode: as :func:`kvbits.encode.encode`.
     """
-
-    encode: Callable[[Codec, torch.Tensor, Params], Packed] = staticmethod(encode)
 
     def __init__(
         self,
@@ -381,15 +375,16 @@ class LayerCache:
         packed = []
         for first in range(blocks.start, blocks.stop, ENCODE_BLOCKS):
             last = min(blocks.stop, first + ENCODE_BLOCKS)
-            piece = work.take(row, sinks + first * block, sinks + last * block)
-            if not transform.is_nothing:
-                piece = transform.apply(piece, self._begin(row) + first)
-            piece = piece.unflatten(2, (-1, block))
+            piece = work.take(row, sinks + first * block, sinks + last * block).unflatten(2, (-1, block))
+            number, still = self._begin(row) + first, transform
+            looks = codec.saturates and what not in self.warned
+            if looks:
+                piece, still = transform.apply_to_blocks(piece, number), NOTHING
             try:
-                packed.append(self.encode(codec, piece, params))
+                packed.append(encode(codec, piece, params, still, number))
             except Unsound as found:
                 raise self._unsound(side, found) from None
-            if params and what not in self.warned and (warning := codec.saturation(piece, params)):
+            if looks and (warning := codec.saturation(piece, params)):
                 self.warned.add(what)
                 warnings.warn(f"{self.name}, {what}: {warning}", RuntimeWarning, stacklevel=2)
         return packed

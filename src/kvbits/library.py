@@ -18,6 +18,9 @@ LEVELS = ("uniform", "table", "e4m3", "exact")
 OLDEST_TRITON = (3, 5)
 """Earlier compilers refuse tuples of tensors and chains of conditions. It comes with torch 2.9."""
 
+OPT_IN = "KVBITS_TRITON"
+"""Environment variable that lets Triton's kernels run on a device, while only the interpreter has shown them right."""
+
 PER = ("token", "channel", "layer", "element")
 
 
@@ -73,3 +76,11 @@ def why_no_triton(device: torch.device) -> list[str]:
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON:
         return [f"triton {version} (3.5 and later run)"]
     return []
+
+
+def why_triton_is_off(device: torch.device) -> list[str]:
+    """The same, and that they have not run on a device yet, where nobody asked for them to be tried."""
+    reasons = why_no_triton(device)
+    if not reasons and not interpreted() and os.environ.get(OPT_IN) != "1":
+        reasons.append(f"it has not been verified on a GPU yet ({OPT_IN}=1 tries it)")
+    return reasons

@@ -25,12 +25,9 @@ from kvbits.attend import triton_decode
 from kvbits.attend.operator import ANGLES, attend_static
 from kvbits.attend.triton_shape import outliers_in, why_not_format
 from kvbits.cache import LayerCache
-from kvbits.codecs import Codec
-from kvbits.encode import encode
-from kvbits.encode import triton as fast
+from kvbits.library import why_triton_is_off
 from kvbits.rows import Rows
 from kvbits.store import BlockStore, Memo
-from kvbits.types import Packed, Params
 
 
 def why_not(cache: LayerCache) -> list[str]:
@@ -42,7 +39,7 @@ def why_not(cache: LayerCache) -> list[str]:
     reasons = []
     if cache.window is not None:
         reasons.append("blocks behind a sliding window are dropped")
-    if not triton_decode.why_not_on(cache.keys.device):
+    if not why_triton_is_off(cache.keys.device):
         reasons += _why_not_triton(cache, cache.keys.dtype, cache.values.dtype)
     return reasons
 
@@ -236,15 +233,6 @@ class StaticLayer:
         return sum(x.nbytes for x in self.buffers)
 
 
-class _Roomy(LayerCache):
-    """With Triton where it runs: it is not in ``encode.KERNELS`` while it has not been tested on a GPU."""
-
-    @staticmethod
-    def encode(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
-        """As :func:`kvbits.encode.encode`."""
-        return encode(codec, x, params) if fast.why_not(codec, x) else fast.run(codec, x, params)
-
-
 def _roomy(cache: LayerCache, capacity: int) -> LayerCache:
     """A copy of ``cache`` whose pool and table need not grow before it holds ``capacity`` columns."""
     assert cache.keys is not None and cache.values is not None and cache.store is not None
@@ -263,7 +251,7 @@ def _roomy(cache: LayerCache, capacity: int) -> LayerCache:
     wide = table.new_zeros(table.shape[0], max(1, *most))
     wide[:, : table.shape[1]] = table
     store.pool, store.table = pool, wide
-    twin = _Roomy(cache.scheme, cache.window, cache.name, cache.rotary, cache.learned)
+    twin = LayerCache(cache.scheme, cache.window, cache.name, cache.rotary, cache.learned)
     twin.key_params, twin.value_params, twin.fitted = cache.key_params, cache.value_params, cache.fitted
     twin.restore(cache.rows, cache.keys, cache.values, cache.held, cache.late, store)
     return twin

@@ -9,12 +9,13 @@ import torch
 
 from kvbits.attend import native, reference, triton_decode
 from kvbits.attend.call import Call, Partial
-from kvbits.attend.transform import Rope, Transform
+from kvbits.attend.transform import NOTHING, Rope, Transform
 from kvbits.attend.view import KVView, Share
 from kvbits.numerics.modes import without_autocast
 
 __all__ = [
-    "KERNELS", "Call", "KVView", "Kernel", "Partial", "Rope", "Share", "Transform", "attend", "choose", "explain"
+    "KERNELS", "NOTHING", "Call", "KVView", "Kernel", "Partial", "Rope", "Share", "Transform", "attend", "choose",
+    "explain",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from kvbits.attend import choose, triton_decode
 from kvbits.attend.call import Call
 from kvbits.attend.transform import Rope, Transform
 from kvbits.attend.view import KVView
+from kvbits.library import why_triton_is_off
 from kvbits.numerics import hadamard
 from kvbits.numerics.modes import without_autocast
 from kvbits.rows import Rows
@@ -71,7 +72,7 @@ def attend_static(
     """
     layer = _layer_of(pool, keys, values, learned, names, scheme, interleaved)
     with without_autocast():
-        if not triton_decode.why_not_on(query.device):
+        if not why_triton_is_off(query.device):
             most = (table.shape[1],) * len(counts), (keys.shape[2],) * len(held)
             view = layer.view(keys, values, Blocks(layer.record, pool, table, most[0], in_order), most[1])
             call = Call(query, view, scaling, softcap=softcap, sink_logits=sink_logits)

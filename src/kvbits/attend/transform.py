@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvbits.attend.rotate import rotate
 from kvbits.numerics import rope
 
 
@@ -48,7 +49,7 @@ class Transform:
     Attributes:
         mean: float32 ``[H, D]``, subtracted before the rotation.
         balance: float32 ``[H, D]``, what channels are divided by before the rotation, of keys without ``whole``.
-        rotation: float32 orthogonal ``[D, D]``.
+        rotation: float32 ``[D, D]``: :func:`kvbits.numerics.hadamard.rotation`.
         rope: keys only.
         whole: the rotary embedding was taken off the whole key; else off its mean alone.
     """
@@ -62,7 +63,8 @@ class Transform:
     @property
     def is_nothing(self) -> bool:
         """Whether packed is just what it was."""
-        return self.mean is None and self.rotation is None and (self.rope is None or not self.whole)
+        changes = (self.mean, self.rotation, self.balance)
+        return all(change is None for change in changes) and (self.rope is None or not self.whole)
 
     def query(self, query: torch.Tensor) -> torch.Tensor | None:
         """What queries ``[B, Hq, q, D]`` meet packed keys with, beside their mean: float32, or None where unchanged."""
@@ -82,8 +84,12 @@ class Transform:
         return replace(self, rope=replace(self.rope, base_cos=base_cos, base_sin=base_sin))
 
     def apply(self, x: torch.Tensor, first: int) -> torch.Tensor:
-        """Exact blocks ``x [B, H, t, D]``, the first of them block ``first``, as they are encoded: float32."""
-        x = x.float()
+        """Exact blocks ``x [B, H, t, D]``, the first of them block ``first``, as they are encoded: float32.
+
+        Every step is rounded as it stands here, so that an encoder that takes them itself gives the same bits.
+        """
+        if self.rope is not None or self.mean is not None or self.balance is not None:
+            x = x.float()
         turn = None if self.rope is None else self._turn(first, x)
         if self.rope is not None and turn is not None and self.whole:
             x = rope.unrotate(x, *turn, self.rope.interleaved)
@@ -91,7 +97,11 @@ class Transform:
             x = x - self._mean(x, turn)
         if self.balance is not None:
             x = x / self.balance[:, None]
-        return x if self.rotation is None else x @ self.rotation
+        return x.float() if self.rotation is None else rotate(x)
+
+    def apply_to_blocks(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        """The same of blocks that are cut: ``x [B, H, n, T, D]``; as they came where nothing is done to them."""
+        return x if self.is_nothing else self.apply(x.flatten(2, 3), first).unflatten(2, (-1, x.shape[3]))
 
     def undo(self, x: torch.Tensor, first: int) -> torch.Tensor:
         """Decoded blocks ``x [B, H, t, D]``, the first of them block ``first``, as attention sees them."""
@@ -119,3 +129,7 @@ class Transform:
         if self.rope is None or turn is None or self.whole:
             return mean
         return rope.rotate(mean.expand(turn[0].shape[0], -1, x.shape[2], -1), *turn, self.rope.interleaved)
+
+
+NOTHING = Transform()
+"""Elements as they came."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import TypeAlias
 
 import torch
@@ -33,13 +32,10 @@ from kvbits.attend.triton_shape import (
 from kvbits.attend.triton_tuning import tuning_for
 from kvbits.attend.view import KVView
 from kvbits.codecs import Codec
-from kvbits.library import interpreted, why_no_triton
+from kvbits.library import why_no_triton, why_triton_is_off
 from kvbits.numerics.groups import power_of_two
 from kvbits.store import Record
 from kvbits.types import Params
-
-OPT_IN = "KVBITS_TRITON"
-"""Environment variable that lets the kernel run on a device, while only the interpreter has shown that it is right."""
 
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """Bfloat16 parts that queries and weights are split into, so that their own precision is kept."""
@@ -50,7 +46,7 @@ def why_not(call: Call) -> list[str]:
     view, query = call.view, call.query
     if reasons := why_no_triton(query.device):
         return reasons
-    reasons = why_not_on(query.device)
+    reasons = why_triton_is_off(query.device)
     if query.dtype not in PARTS:
         reasons.append(f"{query.dtype} queries (bfloat16, float16 or float32 run)")
     elif view.keys.dtype != query.dtype or view.values.dtype != query.dtype:
@@ -67,14 +63,6 @@ def why_not(call: Call) -> list[str]:
             reasons.append(f"{side}: rotated before the rotary embedding")
     if view.value_transform.rope is not None or view.value_transform.balance is not None:
         reasons.append("values: a rotary embedding, or channels that were divided")
-    return reasons
-
-
-def why_not_on(device: torch.device) -> list[str]:
-    """Reasons against that hold for all calls on ``device``."""
-    reasons = why_no_triton(device)
-    if not reasons and not interpreted() and os.environ.get(OPT_IN) != "1":
-        reasons.append(f"it has not been verified on a GPU yet ({OPT_IN}=1 tries it)")
     return reasons
 
 

@@ -78,6 +78,11 @@ class Codec(ABC):
         """
         return {}
 
+    @property
+    def saturates(self) -> bool:
+        """Whether values may not fit into static parameters, so that :meth:`saturation` is worth a look."""
+        return False
+
     def saturation(self, x: torch.Tensor, params: Params) -> str | None:
         """What to warn of, once per layer and tensor, if values of ``x`` do not fit into the static parameters."""
         return None

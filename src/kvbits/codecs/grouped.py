@@ -160,6 +160,10 @@ class Grouped(Codec):
         scale, zero = affine.qparams_of_range(low, high, *self.span, torch.float32, torch.float32)
         return {"scale": scale, "zero": zero}
 
+    @property
+    def saturates(self) -> bool:
+        return self.static
+
     def saturation(self, x: torch.Tensor, params: Params) -> str | None:
         if not self.static:
             return None

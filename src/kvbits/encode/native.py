@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from kvbits.attend import NOTHING, Transform
 from kvbits.codecs import (
     Affine,
     Codec,
@@ -37,7 +38,7 @@ _CHOICES: dict[type[Codec], int] = {
 }  # fmt: skip
 
 
-def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
+def why_not(codec: Codec, x: torch.Tensor, transform: Transform = NOTHING) -> list[str]:
     """Reasons against this kernel."""
     module, _, reason = library()
     if module is None:
@@ -45,15 +46,15 @@ def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
     reasons = {
         f"{codec} has no native encoder": type(codec) not in _CHOICES and type(codec) is not Exact,
         f"tensors are on {x.device.type}": x.device.type != "cpu",
-        f"{x.dtype} is encoded in full only by the reference": x.dtype not in DTYPES[1:4],
+        f"{x.dtype} is encoded in full only by the reference": x.dtype not in DTYPES[1:4] and transform.is_nothing,
         "there is nothing to encode": x.numel() == 0,
     }
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def run(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
+def run(codec: Codec, x: torch.Tensor, params: Params, transform: Transform = NOTHING, first: int = 0) -> Packed:
     """See :func:`kvbits.encode.encode`."""
-    return run_on(library()[1], codec, x, params)
+    return run_on(library()[1], codec, transform.apply_to_blocks(x, first), params)
 
 
 def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:

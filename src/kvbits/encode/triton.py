@@ -2,9 +2,10 @@
 
 The twin of ``Codec.encode``, bit for bit: divisions are rounded to nearest, rounding is half to even, and products and
 sums are not fused, as in PyTorch. The two exceptions are those of :mod:`kvbits.encode.native`: HQQ may take another one
-of two zeros that are equally good, and of elements that are equally far out others may become outliers. What rotations
-and means do to keys and values first (:class:`kvbits.attend.Transform`) is left to PyTorch, once a block. Each program
-also counts what no block can hold, so that nothing is read twice. Triton is imported when a block is encoded.
+of two zeros that are equally good, and of elements that are equally far out others may become outliers. What is done to
+keys and values first (means, rotations, the way back from the rotary embedding: :class:`kvbits.attend.Transform`) is
+done in the same read. Each program also counts what no block can hold, so that nothing is read twice. Triton is
+imported when a block is encoded.
 """
 
 from __future__ import annotations
@@ -13,19 +14,25 @@ import functools
 
 import torch
 
+from kvbits.attend import NOTHING, Transform
 from kvbits.codecs import Codec, Fp8Static, Grouped, NonUniform
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
-from kvbits.encode.triton_shape import CHOICES, Shape
-from kvbits.library import why_no_triton
+from kvbits.encode.triton_shape import CHOICES, Before, Shape, warps_of
+from kvbits.library import why_no_triton, why_triton_is_off
+from kvbits.numerics import hadamard
 from kvbits.types import Packed, Params
 
 MOST_CHANNELS = 512
 
 
-def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
+def why_not(codec: Codec, x: torch.Tensor, transform: Transform = NOTHING) -> list[str]:
     """Reasons against encoding blocks ``x [..., T, D]`` here; empty where :func:`run` does."""
-    if reasons := why_no_triton(x.device):
-        return reasons
+    return why_triton_is_off(x.device) or why_not_blocks(codec, x)
+
+
+def why_not_blocks(codec: Codec, x: torch.Tensor) -> list[str]:
+    """Reasons against these blocks, wherever Triton runs; empty where :func:`launch` takes them."""
+    reasons = why_no_triton(x.device)
     if type(codec) not in CHOICES:
         reasons.append(f"{codec} (the codecs of kvbits that pack run)")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -38,25 +45,30 @@ def why_not(codec: Codec, x: torch.Tensor) -> list[str]:
     return reasons
 
 
-def run(codec: Codec, x: torch.Tensor, params: Params) -> Packed:
+def run(codec: Codec, x: torch.Tensor, params: Params, transform: Transform = NOTHING, first: int = 0) -> Packed:
     """See :func:`kvbits.encode.encode`. Waits for the device, which alone knows whether the input is sound."""
-    packed, unsound = launch(codec, x, params)
+    packed, unsound = launch(codec, x, params, transform, first)
     if unsound is not None and (found := int(unsound.sum())):
-        raise Unsound(found, limit_of(x.dtype))
+        raise Unsound(found, limit_of(x.dtype if transform.is_nothing else torch.float32))
     return packed
 
 
-def launch(codec: Codec, x: torch.Tensor, params: Params) -> tuple[Packed, torch.Tensor | None]:
+def launch(
+    codec: Codec, x: torch.Tensor, params: Params, transform: Transform = NOTHING, first: int = 0
+) -> tuple[Packed, torch.Tensor | None]:
     """Encode without waiting: parts ``[..., *part.shape]``, and how many elements of each block cannot be packed.
 
     Raises:
-        ValueError: if :func:`why_not` has a reason, or static scales are for other heads.
+        ValueError: if :func:`why_not_blocks` has a reason, or static scales are for other heads.
     """
-    if reasons := why_not(codec, x):
+    if reasons := why_not_blocks(codec, x):
         raise ValueError(f"{codec} blocks {tuple(x.shape)} cannot be encoded with Triton: {', '.join(reasons)}")
     from kvbits.encode.triton_kernel import encode_block
 
     tokens, channels = x.shape[-2:]
+    shape = Shape.of(codec, tokens, channels)
+    if transform.rotation is not None and not shape.close:
+        x, transform = transform.apply_to_blocks(x, first), NOTHING
     lead = x.shape[:-2]
     parts = codec.layout(tokens, channels, x.dtype)
     packed = {part.name: x.new_empty(*lead, *part.shape, dtype=part.dtype) for part in parts}
@@ -67,13 +79,16 @@ def launch(codec: Codec, x: torch.Tensor, params: Params) -> tuple[Packed, torch
         return packed, None
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
-    shape, codes = Shape.of(codec, tokens, channels), packed["codes"]
+    before, codes = Before.of(transform), packed["codes"]
+    angles, strides = _angles(transform, before, flat)
+    limit = compared_limit(torch.float32 if before.anything else x.dtype)
     unsound = x.new_empty(count, dtype=torch.int32)
     scratch = x.new_empty(count * tokens * channels if shape.outliers else 0, dtype=torch.int16)
     rest = (packed.get(name, codes) for name in ("scale", "zero", "outlier_index", "outlier_value"))
     encode_block[(count,)](
-        flat, unsound, codes, *rest, scratch, _levels(codec, params, codes), scale, zero, compared_limit(x.dtype),
-        flat.shape[1], flat.shape[2], *flat.stride()[:4], SHAPE=shape, num_warps=shape.warps, enable_fp_fusion=False,
+        flat, unsound, codes, *rest, scratch, _levels(codec, params, codes), scale, zero, limit,
+        *_params(transform, flat), *angles, first, *strides, flat.shape[1], flat.shape[2], *flat.stride()[:4],
+        SHAPE=shape, BEFORE=before, num_warps=warps_of(shape, before), enable_fp_fusion=False,
     )  # fmt: skip
     return packed, unsound
 
@@ -87,6 +102,29 @@ def _given(codec: Codec, x: torch.Tensor, params: Params) -> tuple[torch.Tensor,
         scale = params["scale"].to(x.device).float()
         return scale, scale
     return x, x
+
+
+def _params(transform: Transform, x: torch.Tensor) -> list[torch.Tensor]:
+    """Mean, balance and signs, float32; anything where there are none."""
+    signs = None if transform.rotation is None else _signs(x.shape[-1], x.device)
+    return [x if param is None else param.contiguous() for param in (transform.mean, transform.balance, signs)]
+
+
+def _angles(transform: Transform, before: Before, none: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
+    """Cosines and sines of blocks and within one; the strides of a row, which may be one for all, and of a block."""
+    rope = transform.rope
+    if rope is None or not before.turned:
+        return [none] * 4, (0, 0)
+    shared = rope.base_cos.shape[0] == 1
+    cos, sin = (x if x.stride(2) == 1 else x.contiguous() for x in (rope.base_cos, rope.base_sin))
+    assert cos.stride() == sin.stride()
+    steps = [rope.step_cos.contiguous(), rope.step_sin.contiguous()]
+    return [cos, sin, *steps], (0 if shared else cos.stride(0), cos.stride(1))
+
+
+@functools.lru_cache(maxsize=32)
+def _signs(channels: int, device: torch.device) -> torch.Tensor:
+    return hadamard.signs(channels).to(device)
 
 
 def _levels(codec: Codec, params: Params, none: torch.Tensor) -> torch.Tensor:

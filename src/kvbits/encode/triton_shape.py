@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbits.attend import Transform
+from kvbits.attend.triton_shape import NO_TURN, TURNED_KEYS, TURNED_MEAN
 from kvbits.codecs import (
     Affine,
     Codec,
@@ -17,7 +19,7 @@ from kvbits.codecs import (
     Rotated,
 )
 from kvbits.library import LEVELS
-from kvbits.numerics import groups, outliers
+from kvbits.numerics import groups, hadamard, outliers
 from kvbits.numerics.groups import power_of_two
 
 RANGE, HALF_QUADRATIC, NORM, FIXED = range(4)
@@ -32,8 +34,8 @@ SMALLEST = 16
 """Elements of a tile's last dimension at least."""
 
 WARP_ELEMENTS, BUSY_WARP_ELEMENTS, SPARSE_WARP_ELEMENTS = 2048, 1024, 512
-"""Elements that one warp holds, 64 in each of its threads. Norms and HQQ's zeros keep more beside each element, and the
-choice of outliers still more."""
+"""Elements that one warp holds, 64 in each of its threads. Norms, HQQ's zeros and what is done to elements first keep
+more beside each, and the choice of outliers still more."""
 
 MOST_WARPS = 16
 
@@ -97,6 +99,11 @@ class Shape:
         )
 
     @property
+    def close(self) -> bool:
+        """Whether columns of the tile are channels, with nothing between groups: what a rotation within it needs."""
+        return not self.per_token or self.groups == 1 or self.third == self.length
+
+    @property
     def axis(self) -> int:
         """The dimension of the tile that a group runs along."""
         return 2 if self.per_token else 1
@@ -126,9 +133,60 @@ class Shape:
         """The highest level."""
         return (1 << self.bits) - 1.0 if self.levels == LEVELS.index("uniform") else 1.0
 
+
+@dataclass(frozen=True)
+class Before:
+    """What becomes of elements before they are encoded, the other compile-time argument: ``attend.Transform``.
+
+    Attributes:
+        turned: whether the rotary embedding is taken off keys, off their mean alone, or off nothing.
+        half, interleaved: rotary pairs, and which channels make one.
+        mean, balance: whether there are any.
+        rotated: channels that a rotation mixes with one another; 0 is no rotation.
+    """
+
+    turned: int = NO_TURN
+    half: int = 0
+    interleaved: bool = False
+    mean: bool = False
+    balance: bool = False
+    rotated: int = 0
+
+    @staticmethod
+    def of(transform: Transform) -> Before:
+        """For blocks under ``transform``."""
+        rope, mean = transform.rope, transform.mean is not None
+        if rope is not None and not transform.whole and not mean:
+            rope = None
+        turned = NO_TURN if rope is None else TURNED_KEYS if transform.whole else TURNED_MEAN
+        rotated = 0 if transform.rotation is None else hadamard.block_of(transform.rotation.shape[0])
+        return Before(
+            turned,
+            0 if rope is None else rope.base_cos.shape[-1],
+            rope is not None and rope.interleaved,
+            mean,
+            transform.balance is not None,
+            rotated,
+        )
+
     @property
-    def warps(self) -> int:
-        """Warps of a program."""
-        each = BUSY_WARP_ELEMENTS if self.choice in (NORM, HALF_QUADRATIC) else WARP_ELEMENTS
-        each = SPARSE_WARP_ELEMENTS if self.outliers else each
-        return min(MOST_WARPS, max(4, self.tokens * self.columns // each))
+    def anything(self) -> bool:
+        """Whether elements change at all."""
+        return bool(self.turned or self.mean or self.balance or self.rotated)
+
+    @property
+    def stages(self) -> int:
+        """Sums and differences that a rotation takes, one after the other."""
+        return self.rotated.bit_length() - 1
+
+    @property
+    def unit(self) -> float:
+        """What keeps a rotation orthonormal."""
+        return float(self.rotated**-0.5)
+
+
+def warps_of(shape: Shape, before: Before) -> int:
+    """Warps of a program."""
+    each = BUSY_WARP_ELEMENTS if shape.choice in (NORM, HALF_QUADRATIC) or before.anything else WARP_ELEMENTS
+    each = SPARSE_WARP_ELEMENTS if shape.outliers else each
+    return min(MOST_WARPS, max(4, shape.tokens * shape.columns // each))

@@ -19,9 +19,9 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvbits.attend import triton_decode
 from kvbits.codecs import Exact
 from kvbits.hf.cache import KVCache, PackedLayer, no_model
+from kvbits.library import why_triton_is_off
 from kvbits.ring import RingLayer
 from kvbits.static import StaticLayer, why_not
 
@@ -158,7 +158,7 @@ class StaticKVCache(Cache):
         self._forward_of: int | None = None
         self._text = cache.columns.rows.valid
         device = self.layers[0].core.keys.device
-        if device.type == "cuda" and (reasons := triton_decode.why_not_on(device)):
+        if device.type == "cuda" and (reasons := why_triton_is_off(device)):
             warnings.warn(
                 f"a frozen cache runs on the reference kernel here, which waits for {device} at each step and cannot "
                 f"be captured in a CUDA graph: the Triton kernel does not run, {', '.join(reasons)}",

@@ -29,18 +29,22 @@ def signs(channels: int) -> torch.Tensor:
 
 
 def transform(x: torch.Tensor) -> torch.Tensor:
-    """Fast Walsh-Hadamard transform of the last dimension, orthonormal, in blocks: ``D log2(block)`` additions."""
+    """Fast Walsh-Hadamard transform of the last dimension, orthonormal, in blocks: ``D log2(block)`` additions.
+
+    The order of the sums is part of what it is: native and Triton encoders give the same bits. No gradients.
+    """
     block = block_of(x.shape[-1])
-    unit: float = block**-0.5
-    out = x.unflatten(-1, (-1, block))
+    now = x.detach().unflatten(-1, (-1, block)).movedim(-1, 0).contiguous()  # so that sums run along what is long
+    then = torch.empty_like(now)
     width = 1
     while width < block:
-        pair = out.unflatten(-1, (-1, 2, width))
-        first, second = pair[..., 0, :], pair[..., 1, :]
-        out = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+        pair, sums = (y.unflatten(0, (-1, 2, width)) for y in (now, then))
+        torch.add(pair[:, 0], pair[:, 1], out=sums[:, 0])
+        torch.sub(pair[:, 0], pair[:, 1], out=sums[:, 1])
+        now, then = then, now
         width *= 2
-    flat: torch.Tensor = out.flatten(-2)
-    return flat * unit
+    flat: torch.Tensor = (now * block**-0.5).movedim(0, -1).flatten(-2)
+    return flat
 
 
 @functools.cache

@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits.attend import Call, KVView, Transform, attend
+from kvbits.attend.rotate import rotate
 from kvbits.codecs import Codec
 from kvbits.encode import encode
-from kvbits.encode.rotate import rotate
 from kvbits.numerics import bitpack, hadamard
 from kvbits.rows import Rows
 from kvbits.scheme import BLOCK_TOKENS, BLOCKS, RESIDUAL_TOKENS, SINK_TOKENS, Scheme

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from kvbits.encode.triton_kernel.before import prepare
 from kvbits.encode.triton_kernel.half_quadratic import solve_zero
 from kvbits.encode.triton_kernel.levels import E4M3, by_norm, code_of
 from kvbits.encode.triton_kernel.numbers import divisor, e4m3, element, over, wide
@@ -19,19 +20,27 @@ RANGE, HALF_QUADRATIC, NORM, FIXED = tl.constexpr(0), tl.constexpr(1), tl.conste
 @triton.jit
 def encode_block(
     x, unsound, codes_out, scale_out, zero_out, index_out, value_out, scratch, table, given_scale, given_zero, limit,
-    second, third, s_a, s_b, s_c, s_t, SHAPE: tl.constexpr,
+    mean, balance, signs, base_cos, base_sin, step_cos, step_sin, first, angle_a, angle_c,
+    second, third, s_a, s_b, s_c, s_t, SHAPE: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """Block ``[T, D]`` number ``program_id(0)`` of ``x [A, second, third, T, D]``, whose heads are ``second``.
 
-    ``table`` holds the midpoints between levels, then what codes decode to. Fixed scales are given: one float32 of the
-    layer, or those of each channel ``[H, D]``, with zeros. ``scratch`` is int16 ``[blocks, T * D]``, for outliers. What
-    a codec has not may point anywhere.
+    Angles are ``[A, blocks, half]``, of which ``x`` begins at block ``first``. ``table`` holds the midpoints between
+    levels, then what codes decode to. Fixed scales are given: one float32 of the layer, or those of each channel ``[H,
+    D]``, with zeros. ``scratch`` is int16 ``[blocks, T * D]``, for outliers. What a codec or a transform has not may
+    point anywhere.
     """
     number = tl.program_id(0).to(tl.int64)
     head = number // third % second
     base = x + number // (second * third) * s_a + head * s_b + number % third * s_c
     token, channel, real = places(SHAPE)
     value = element(tl.load(base + token.to(tl.int64) * s_t + channel, mask=real, other=0))
+    if BEFORE.anything:
+        row = number // (second * third) * angle_a
+        value = prepare(
+            value, base, s_t, (token, channel, real), (head, first + number % third), (mean, balance, signs),
+            (base_cos + row, base_sin + row, angle_c, step_cos, step_sin), SHAPE, BEFORE,
+        )  # fmt: skip
     sound = tl.abs(value) <= limit  # not of NaN
     tl.store(unsound + number, tl.sum((real & ~sound).to(tl.int32)))
 

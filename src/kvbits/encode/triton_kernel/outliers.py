@@ -1,7 +1,8 @@
 """The sparse part of a block: which elements are outliers, and their entries. See ``numerics.outliers``.
 
 The largest are found by their bits, which order as they do: one bit of the least of them after the other, each by
-counting. Of equals the first are taken; which of them ``Codec.encode`` takes is not defined.
+counting, until there are as many as there shall be. Of equals the first are taken; which of them ``Codec.encode`` takes
+is not defined.
 """
 
 # The jit compiler reads annotations: no ``from __future__ import annotations`` here.
@@ -30,11 +31,14 @@ def distances(value, real, SHAPE: tl.constexpr):
 def largest(far, real, SHAPE: tl.constexpr):
     """Which ``SHAPE.outliers`` elements have the largest magnitudes."""
     key = tl.where(real, far.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-    least = 0
-    for bit in range(31):
-        tried = least | (1 << (30 - bit))
-        enough = tl.sum((key >= tried).to(tl.int32)) >= SHAPE.outliers
-        least = tl.where(enough, tried, least)
+    least, bit = 0, 30
+    count = tl.sum((key >= 0).to(tl.int32))
+    while (count > SHAPE.outliers) & (bit >= 0):
+        tried = least | (1 << bit)
+        found = tl.sum((key >= tried).to(tl.int32))
+        enough = found >= SHAPE.outliers
+        least, count = tl.where(enough, tried, least), tl.where(enough, found, count)
+        bit -= 1
     above, equal = key > least, key == least
     missing = SHAPE.outliers - tl.sum(above.to(tl.int32))
     return above | (equal & (rank(equal, SHAPE) < missing))

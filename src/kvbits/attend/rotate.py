@@ -9,7 +9,7 @@ from kvbits.numerics import hadamard
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """``x [..., T, D]`` with random signs and transformed, float32: ``x @ hadamard.rotation(D)``."""
+    """``x [..., T, D]`` rotated, float32: ``x @ hadamard.rotation(D)``, the same bits anywhere."""
     module, isa, _ = library()
     signs = hadamard.signs(x.shape[-1]).to(x.device)
     if module is None or x.device.type != "cpu" or x.dtype not in DTYPES[1:4] or x.ndim < 2 or x.numel() == 0:
