@@ -91,6 +91,7 @@ lowest: $(VENV_LOWEST)/.stamp
 native: $(VENV)/.stamp-dev
 	$(ON_PATH) cmake -S native -B build/tests -G Ninja -DKVBITS_MODULE=OFF -DKVBITS_TESTS=ON
 	$(ON_PATH) cmake --build build/tests
+	build/tests/division
 	build/tests/fuzz $(FUZZ_SECONDS)
 
 # Triton's interpreter does not run on the newest NumPy; neither is pinned, since only these tests need them.

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from kvbits.encode.triton_kernel.before import prepare
 from kvbits.encode.triton_kernel.half_quadratic import solve_zero
-from kvbits.encode.triton_kernel.levels import E4M3, by_norm, code_of
-from kvbits.encode.triton_kernel.numbers import divisor, e4m3, element, over, wide
+from kvbits.encode.triton_kernel.levels import E4M3, TABLE, by_norm, code_of
+from kvbits.encode.triton_kernel.numbers import divisor, e4m3, element, is_tame, quotient, wide
 from kvbits.encode.triton_kernel.outliers import distances, largest, store_entries
 from kvbits.encode.triton_kernel.pack import store_codes
 from kvbits.encode.triton_kernel.scales import choose, choose_magnitude
@@ -41,13 +41,17 @@ def encode_block(
             value, base, s_t, (token, channel, real), (head, first + number % third), (mean, balance, signs),
             (base_cos + row, base_sin + row, angle_c, step_cos, step_sin), SHAPE, BEFORE,
         )  # fmt: skip
-    sound = tl.abs(value) <= limit  # not of NaN
-    tl.store(unsound + number, tl.sum((real & ~sound).to(tl.int32)))
+    # A table may have its edge at 0, where the sign of the smallest quotient tells.
+    tame = is_tame(value, SHAPE.levels == TABLE)
+    bad = tl.full([], 0, tl.int32)
+    if not tame:
+        bad = tl.sum((real & ~(tl.abs(value) <= limit)).to(tl.int32))  # NaN too
+    tl.store(unsound + number, bad)
 
     own, live = group_places(SHAPE)
     own += number * SHAPE.scales
     if SHAPE.choice == NORM:
-        codes, bits = by_norm(value, table, SHAPE)
+        codes, bits = by_norm(value, table, tame, SHAPE)
         tl.store(scale_out + own, bits.to(tl.bfloat16, bitcast=True), mask=live)
     elif SHAPE.levels == E4M3:
         if SHAPE.choice == FIXED:
@@ -57,7 +61,7 @@ def encode_block(
             bits = choose_magnitude(low, high)
             tl.store(scale_out + own, bits.to(tl.bfloat16, bitcast=True), mask=live)
             scale = divisor(wide(bits))
-        codes = e4m3(over(value, scale))
+        codes = e4m3(quotient(value, scale, tame & not_tiny(scale, SHAPE), True), value)
     else:
         inlier = real
         if SHAPE.choice == FIXED:
@@ -76,7 +80,9 @@ def encode_block(
                 zero = tl.where(low == high, zero, solved)
             tl.store(scale_out + own, bits.to(tl.bfloat16, bitcast=True), mask=live)
             tl.store(zero_out + own, zero.to(tl.float16), mask=live)
-        codes, decoded = code_of(over(value, divisor(scale)) + zero, table, SHAPE)
+        step = divisor(scale)
+        level = quotient(value, step, tame & not_tiny(step, SHAPE), True)
+        codes, decoded = code_of(level + zero, table, SHAPE)
         if SHAPE.outliers:
             rest = value - (decoded - zero) * scale
             if SHAPE.choice == FIXED:  # what decodes worst
@@ -86,3 +92,9 @@ def encode_block(
                 chosen, rest, real, token, channel, index_out + first, value_out + first, own_scratch, SHAPE
             )  # fmt: skip
     store_codes(codes, codes_out + number * (SHAPE.tokens * SHAPE.bits // 8 * SHAPE.channels), SHAPE)
+
+
+@triton.jit
+def not_tiny(scale, SHAPE: tl.constexpr):
+    """Whether all scales are above 2**-60 and of a block's own, which are bfloat16 numbers."""
+    return (SHAPE.choice != FIXED) & (tl.min(scale) >= 8.673617379884035e-19)

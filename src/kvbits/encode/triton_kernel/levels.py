@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from kvbits.encode.triton_kernel.numbers import bits_near, divisor, over, round_even
+from kvbits.encode.triton_kernel.numbers import ROUND, bits_near, divisor, quotient
 from kvbits.encode.triton_kernel.tile import total
 
 UNIFORM, TABLE, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -15,8 +15,8 @@ UNIFORM, TABLE, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 def code_of(level, table, SHAPE: tl.constexpr):
     """The code (int32) nearest to each level, and what it decodes to before scale and zero, float32."""
     if SHAPE.levels == UNIFORM:
-        decoded = round_even(tl.minimum(tl.maximum(level, 0.0), SHAPE.top))
-        code = decoded.to(tl.int32)
+        counted = tl.minimum(tl.maximum(level, 0.0), SHAPE.top) + ROUND
+        code, decoded = counted.to(tl.int32, bitcast=True) & 0xFF, counted - ROUND
     else:
         code, decoded = nearest(level, table, SHAPE)
     return code, decoded
@@ -39,14 +39,14 @@ def nearest(level, table, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def by_norm(value, table, SHAPE: tl.constexpr):
+def by_norm(value, table, tame, SHAPE: tl.constexpr):
     """Codes of ``lm`` codecs, and the scales that keep ``x . decoded`` at ``x . x``, as bfloat16 bits."""
     largest = divisor(tl.max(tl.abs(value), SHAPE.axis, keep_dims=True))
-    unit = over(value, largest)
+    unit = quotient(value, largest, tame, False)
     double = unit.to(tl.float64)  # 0 where not real
     square = total(double * double, SHAPE)
     rms = divisor(tl.sqrt(square / SHAPE.channels).to(tl.float32))
-    codes, decoded = nearest(over(unit, rms), table, SHAPE)
+    codes, decoded = nearest(quotient(unit, rms, tame, False), table, SHAPE)
     product = total(double * decoded.to(tl.float64), SHAPE)
     scale = tl.where(square > 0, square / tl.where(square > 0, product, 1.0), 0.0).to(tl.float32) * largest
     return codes, bits_near(scale)
