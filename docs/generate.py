@@ -4,7 +4,7 @@
     python docs/generate.py --check    print what would change; exit status 1 if anything would
 
 Bits, bytes and offsets come from ``Codec.layout``, ``Record`` and a live ``LayerCache``; what was measured comes from
-:mod:`measured`; nothing is typed by hand.
+:mod:`measured_quality` and :mod:`measured_speed`; nothing is typed by hand.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import measured
+import measured_quality
+import measured_speed
 import torch
 from measured import code, table
 
@@ -178,11 +180,9 @@ def page_measured(page: str) -> str:
         if data is None or not rows:
             continue
         seen |= {row["scheme"] for row in rows}
-        cells = [[code(row["scheme"]), *measured.quality_cells(row)] for row in rows]
-        head = ["scheme", *measured.QUALITY_HEAD]
-        parts.append(
-            f"{table(head, cells, right=range(1, 1 + len(measured.QUALITY_HEAD)))}\n\n{measured.measured_how(data)}"
-        )
+        cells = [[code(row["scheme"]), *measured_quality.quality_cells(row)] for row in rows]
+        head = ["scheme", *measured_quality.QUALITY_HEAD]
+        parts.append(f"{table(head, cells, right=range(1, len(head)))}\n\n{measured_quality.measured_how(data)}")
     return "\n\n".join(parts) or "Not measured through a model yet."
 
 
@@ -190,7 +190,7 @@ def rows_of_page(page: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, An
     """Rows of the page's schemes; for a modifier those that have it, and the same codecs without."""
     found: dict[str, tuple[dict[str, Any], bool, tuple[str, str]]] = {}
     for row in rows:
-        if row["scheme"].startswith("hf:") or row.get("step") == measured.UNWEIGHTED:
+        if row["scheme"].startswith("hf:") or row.get("step") == measured_quality.UNWEIGHTED:
             continue
         scheme = Scheme.parse(row["scheme"])
         methods, modifiers = pages.of_scheme(scheme)
@@ -341,26 +341,27 @@ def facts() -> str:
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "schemes": readme_schemes,
-        "decode": measured.decode_speed,
-        "prefill": measured.prompt_speed,
-        "attend": functools.partial(measured.attention_speed, measured.ATTENTION_SHORT),
-        "memory": measured.peak_memory,
-        "quality": measured.quality,
-        "paper_short": functools.partial(measured.paper_table, measured.PAPER_SHORT),
+        "decode": measured_speed.decode_speed,
+        "prefill": measured_speed.prompt_speed,
+        "attend": functools.partial(measured_speed.attention_speed, measured_speed.ATTENTION_SHORT),
+        "memory": measured_speed.peak_memory,
+        "quality": measured_quality.quality,
+        "paper_short": functools.partial(measured_quality.paper_table, measured_quality.PAPER_SHORT),
     },
     "docs/results.md": {
-        "paper": measured.paper_table,
-        "prose": measured.prose,
-        "batches": measured.batches,
-        "decode_8k": functools.partial(measured.decode_speed, "decode_8k"),
+        "paper": measured_quality.paper_table,
+        "prose": measured_quality.prose,
+        "tasks": measured_quality.tasks,
+        "batches": measured_speed.batches,
+        "decode_8k": functools.partial(measured_speed.decode_speed, "decode_8k"),
     },
-    "docs/save.md": {"load": measured.loading},
-    "docs/serve.md": {"serve_load": measured.serving},
-    "docs/vllm.md": {"vllm_speed": measured.vllm_speed},
+    "docs/save.md": {"load": measured_speed.loading},
+    "docs/serve.md": {"serve_load": measured_speed.serving},
+    "docs/vllm.md": {"vllm_speed": measured_speed.vllm_speed},
     "docs/kernels.md": {
-        "steps": measured.attention_speed,
-        "chunks": measured.chunk_speed,
-        "encode": measured.encode_speed,
+        "steps": measured_speed.attention_speed,
+        "chunks": measured_speed.chunk_speed,
+        "encode": measured_speed.encode_speed,
     },
     "docs/schemes.md": {
         "catalogue": catalogue,
@@ -368,7 +369,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "spellings": spellings,
         "cache_config": cache_configs,
     },
-    "docs/decisions.md": {"blocks": blocks, "ablation": measured.ablation, "altered": measured.altered},
+    "docs/decisions.md": {"blocks": blocks, "ablation": measured_quality.ablation, "altered": measured_quality.altered},
     "docs/formats.md": {
         "formats": formats,
         "bits": bit_map,

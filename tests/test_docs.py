@@ -78,7 +78,7 @@ def prose(page: Path) -> str:
 
 @pytest.fixture
 def generate() -> types.ModuleType:
-    """docs/generate.py as a module, and with it docs/measured.py."""
+    """docs/generate.py as a module, and with it what it imports from there."""
     return importlib.import_module("generate")
 
 
@@ -329,7 +329,10 @@ def test_tables_of_quality_wait_for_their_measurement(
     generate: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generate.measured, "RESULTS", tmp_path)
-    assert "Not measured yet" in generate.measured.ablation() and "Not measured yet" in generate.measured.altered()
+    assert (
+        "Not measured yet" in generate.measured_quality.ablation()
+        and "Not measured yet" in generate.measured_quality.altered()
+    )
     assert generate.page_measured("lloyd_max") == "Not measured through a model yet."
 
     def row(scheme: str, kl: float, **more: Any) -> dict[str, Any]:
@@ -344,10 +347,10 @@ def test_tables_of_quality_wait_for_their_measurement(
         row("nuq2-1%", 0.25, bits=2, step="1 % outliers"),
         row("lm2", 0.75, bits=2, step=None, kl_se=None),
         row("lm2,centred,block=64", 0.375, bits=2, step=None),
-        row("nuq2-1%", 0.125, bits=2, step=generate.measured.UNWEIGHTED),
+        row("nuq2-1%", 0.125, bits=2, step=generate.measured_quality.UNWEIGHTED),
     ]
     (tmp_path / "ablation.json").write_text(json.dumps({**about, "rows": rows}))
-    text = generate.measured.ablation()
+    text = generate.measured_quality.ablation()
     assert "### 2 bits, one idea after the other" in text and "calibrated on c, 16 x 512 tokens" in text
     assert "| 1 % outliers | `nuq2-1%` | 0.25000 ± 0.02500 | 9.00 ± 0.50 | 50.0 % | 4.50 |" in text
     assert "| without sensitivity | `nuq2-1%` | 0.12500" in text and "| `lm2` | 0.75000 |" in text
@@ -362,8 +365,8 @@ def test_tables_of_quality_wait_for_their_measurement(
 
     changed = [row("lm2", 0.5, altered="scaled 8"), row("lm2", 0.25, altered="offset 8")]
     (tmp_path / "altered.json").write_text(json.dumps({**about, "rows": changed}))
-    assert "| scheme | scaled 8 | offset 8 |" in generate.measured.altered()
-    assert "| `lm2` | 0.50000 | 0.25000 |" in generate.measured.altered()
+    assert "| scheme | scaled 8 | offset 8 |" in generate.measured_quality.altered()
+    assert "| `lm2` | 0.50000 | 0.25000 |" in generate.measured_quality.altered()
 
 
 def test_a_table_of_quality_from_a_file_of_kvbits_eval(
@@ -394,7 +397,7 @@ def test_a_table_of_quality_from_a_file_of_kvbits_eval(
     (tmp_path / "quality.json").write_text(
         json.dumps({"format": 1, "kind": "quality", "setting": setting, "rows": rows})
     )
-    text = generate.measured.quality()
+    text = generate.measured_quality.quality()
     assert "| `int4` | 0.12500 | 0.25000 | 2.000 | 50.0 % | 9.00 ± 0.50 | 4.91 |" in text
     assert "Model x in bfloat16, x, x windows" in text and text.count("`int4`") == 1 and "hqq" not in text
 
