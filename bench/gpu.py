@@ -28,21 +28,20 @@ from typing import Any
 
 import torch
 from common import write
+from gpu_clock import Clock, copy_bandwidth
+from gpu_encode import ENCODED, encode_row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits.attend import Call, KVView, triton_decode
 from kvbits.attend.triton_tuning import Tuning, tuned
 from kvbits.cache import LayerCache
-from kvbits.codecs import Codec, Grouped, HalfQuadratic
-from kvbits.encode import triton as fast_encode
 from kvbits.library import OPT_IN
 from kvbits.measure.setting import SEED
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
-from kvbits.store import Blocks, Record
-from kvbits.types import Params
+from kvbits.store import Blocks
 
 os.environ[OPT_IN] = "1"
 SCHEMES = ("default", "small", "int4", "kivi4", "int2", "kivi2", "fp8", "int8", "int3", "nf4")
@@ -77,78 +76,6 @@ ROTATE_BYTES = 2**28
 
 MOST_BYTES = 2**35
 """A case whose 16-bit keys and values take more is left out."""
-
-
-class Clock:
-    """Times calls on the device, or on the CPU for a dry run."""
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
-
-    def seconds(self, calls: list[Callable[[], Any]]) -> float:
-        """Median seconds of one call, over replays of a graph of all ``calls``."""
-        if self.device.type == "cpu":
-            start = time.perf_counter()
-            for call in calls:
-                call()
-            return (time.perf_counter() - start) / len(calls)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in calls[:2]:
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        samples = []
-        for turn in range(self.repeats + 3):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 3:
-                samples.append(start.elapsed_time(end) / 1e3 / len(calls))
-        return statistics.median(samples)
-
-    def eager_seconds(self, call: Callable[[], Any]) -> float:
-        """Median seconds of calls that cannot be captured, because they copy from the host."""
-        samples = []
-        for _ in range(5):
-            self.wait()
-            start = time.perf_counter()
-            call()
-            self.wait()
-            samples.append(time.perf_counter() - start)
-        return statistics.median(samples)
-
-    def launched(self, call: Callable[[], Any]) -> float:
-        """Seconds that the host takes to launch one call, without a graph."""
-        self.wait()
-        call()
-        start = time.perf_counter()
-        for _ in range(20):
-            call()
-        spent = (time.perf_counter() - start) / 20
-        self.wait()
-        return spent
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def copy_bandwidth(clock: Clock) -> float:
-    """Bytes read and written per second by a large copy."""
-    size = 2**31 if clock.device.type == "cuda" else 2**22
-    source = torch.empty(size, dtype=torch.uint8, device=clock.device).random_()
-    target = torch.empty_like(source)
-    return 2 * size / clock.seconds([lambda: target.copy_(source)] * 3)
-
-
-# -- what is attended to -----------------------------------------------------------------------------------------------
 
 
 def packed_view(scheme: Scheme, model: Model, context: int, batch: int, device: torch.device) -> KVView:
@@ -333,50 +260,6 @@ def decode_row(
 def _copied(view: KVView) -> KVView:
     blocks = dataclasses.replace(view.blocks, pool=view.blocks.pool.clone())
     return dataclasses.replace(view, blocks=blocks, keys=view.keys.clone(), values=view.values.clone())
-
-
-ENCODED = ("int4", "kivi4", "nf4", "lm4", "fp8", "fp8-static", "int4-1%", "int4-calibrated", "nuq3-1%", "hqq4")
-"""Schemes whose keys' codecs are checked and timed: one for each way to encode."""
-
-CHOOSES = 1e-2
-"""Share of a part that may differ from the codec's where it takes one of equals: HQQ's zeros, and outliers."""
-
-
-def encoder_differs(codec: Codec, x: torch.Tensor, params: Params) -> float:
-    """The largest share of a part's elements that the Triton encoder writes otherwise than the codec.
-
-    Raises:
-        RuntimeError: if it is more than none, or where either chooses among equals, more than ``CHOOSES``.
-    """
-    chooses = isinstance(codec, Grouped) and (codec.outliers > 0 or isinstance(codec, HalfQuadratic))
-    x = torch.randn_like(x, dtype=torch.float32) if chooses else x  # hardly any are equal
-    right, got = codec.encode(x, params), fast_encode.run(codec, x, params)
-    pairs = ((right[name].contiguous().view(torch.uint8), got[name].view(torch.uint8)) for name in right)
-    differs = max(float((a != b).float().mean()) for a, b in pairs)
-    if differs > CHOOSES * chooses:
-        raise RuntimeError(f"{codec}: {differs:.2%} of what the Triton encoder writes is not what the codec does")
-    return differs
-
-
-def encode_row(clock: Clock, name: str, bandwidth: float, small: bool) -> dict[str, Any]:
-    """Encode the keys of a prompt; the codec in plain PyTorch beside it."""
-    codec = Scheme.parse(name).key
-    shape = (1, 2, 2, 32, 32) if small else (1, 8, 256, 128, 128)
-    x = torch.randn(shape, device=clock.device, dtype=torch.bfloat16)
-    params = codec.fit(x[0].transpose(0, 1)[:4])
-    record = Record.of(codec, codec, shape[-2], shape[-1], shape[-1], x.dtype)
-    written = sum(slot.part.nbytes for slot in record.keys) * shape[1] * shape[2]
-    differs = encoder_differs(codec, x, params)
-    seconds = clock.seconds([lambda: fast_encode.launch(codec, x, params)] * 3)
-    return {
-        "codec": str(codec),
-        "tokens": shape[2] * shape[3],
-        "heads": shape[1],
-        "differs": differs,
-        "microseconds": 1e6 * seconds,
-        "torch_microseconds": 1e6 * clock.eager_seconds(lambda: codec.encode(x, params)),
-        "share_of_copy_bandwidth": (x.nbytes + written) / seconds / bandwidth,
-    }
 
 
 def prefill_row(clock: Clock, name: str, model: Model, context: int, queries: int) -> dict[str, Any]:

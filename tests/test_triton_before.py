@@ -172,3 +172,14 @@ def test_a_cache_packs_the_same_bits(scheme: str, monkeypatch: pytest.MonkeyPatc
     for ours, theirs in zip(*packed, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ("default", "kivi4,pre-rope", "nuq3-1%"))
+def test_what_a_device_would_be_measured_with(name: str) -> None:
+    """``bench/gpu_encode.py`` on whatever is here."""
+    from gpu_clock import Clock
+    from gpu_encode import encode_row
+
+    row = encode_row(Clock(torch.device(DEVICE), 1), name, 1e9, small=True)
+    assert row["differs"] == 0 and row["microseconds"] > 0 and row["torch_microseconds"] > 0
