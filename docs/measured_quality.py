@@ -159,10 +159,8 @@ def tasks() -> str:
     head = ("task", "scheme", "packed", "bits", "score", "better", "worse", "p")
     cells = []
     for row in data["rows"]:
-        if row["metric"] == "perplexity":  # of the same samples as the share of right answers
-            continue
         against = ("", "", "") if row["wins"] is None else (row["wins"], row["losses"], f"{row['p_value']:.2g}")
-        score = f"{row['value']:.3f} ± {row['stderr']:.3f}"
+        score = f"{row['value']:.3g} ± {row['stderr']:.2g}"
         packed, bits = f"{100 * row['packed_share']:.0f} %", f"{row['bits_per_element']:.2f}"
         cells.append([f"{row['task']}, {row['metric']}", code(row["scheme"]), packed, bits, score, *against])
     what = (
