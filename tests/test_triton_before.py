@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,6 +120,17 @@ def test_every_kind_of_codec(spelling: str) -> None:
     x = blocks_of(1, 64, torch.bfloat16, block)
     assert_right(spelling, x, transform_for("mean turned", 64, True, True, True, block=block))
     assert_right(spelling, x, transform_for("keys turned", 64, True, False, False, block=block))
+
+
+@needs_triton
+@pytest.mark.parametrize("interleaved", (False, True))
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_rotary_embedding_of_no_channels(kind: str, interleaved: bool) -> None:
+    """It turns nothing; the kernel must not look for pairs."""
+    rope = Rotary(torch.zeros(0), interleaved).rope(Rows(1), 4, BLOCK, FIRST + BLOCKS, torch.device("cpu"))
+    transform = replace(transform_for("nothing", 20, True, False, False), rope=rope, whole=kind == KINDS[1])
+    assert Before.of(transform) == Before(mean=True)
+    assert_right("int4", blocks_of(1, 20, torch.bfloat16), transform)
 
 
 @needs_triton

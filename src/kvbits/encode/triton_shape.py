@@ -156,7 +156,8 @@ class Before:
     def of(transform: Transform) -> Before:
         """For blocks under ``transform``."""
         rope, mean = transform.rope, transform.mean is not None
-        if rope is not None and not transform.whole and not mean:
+        # Nothing is turned: there is no mean that would be, or there are no pairs.
+        if rope is not None and (not (transform.whole or mean) or not rope.base_cos.shape[-1]):
             rope = None
         turned = NO_TURN if rope is None else TURNED_KEYS if transform.whole else TURNED_MEAN
         rotated = 0 if transform.rotation is None else hadamard.block_of(transform.rotation.shape[0])

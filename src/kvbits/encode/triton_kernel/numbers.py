@@ -75,7 +75,8 @@ def quotient(x, y, tame, SHORT: tl.constexpr):
 
     A quotient that is off by an ulp or two is mended by what it leaves over, which a fused product tells exactly
     (Markstein, IBM J. Res. Dev. 34:1, 1990). Once is enough where ``y`` is a bfloat16 number (SHORT): the test
-    native/tests/division.cpp tries all. What leaves less than float32 holds, below 2**-118, may be an ulp off.
+    native/tests/division.cpp tries all. Where ``x`` is below 2**-118, or the quotient below 2**-126, float32 does not
+    hold what is left over: those may be off by an ulp, which only a level of 0 beside an edge at 0 would show.
 
     Args:
         tame: scalar: ``x`` is :func:`is_tame`, and ``y`` between 2**-60 and 2**60. Else all are divided one by one.
