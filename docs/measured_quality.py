@@ -166,7 +166,8 @@ def tasks() -> str:
     what = (
         f"Model {data['model']} in {data['dtype']}, the first {data['limit']} samples after {data['shots']} solved "
         f"ones, in chunks of {data['chunk']}. Packed: share of what was attended to. Bits: of the whole cache of such "
-        "a context. Better and worse: samples, against the exact cache, with p of McNemar's test."
+        "a context. Better and worse: samples, against the exact cache, with p of McNemar's test, or of perplexities "
+        "of the sign test."
     )
     return f"{table(head, cells, right=range(2, len(head)))}\n\n{measured_on(data, what)}"
 

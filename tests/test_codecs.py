@@ -713,6 +713,18 @@ def test_codecs_with_scales_of_their_own_never_saturate() -> None:
             assert codec.saturation(normal_blocks() * 1e9, codec.fit(samples_of(normal_blocks()))) is None
 
 
+class Wary(Affine):
+    """A codec of somebody else's that says when values do not fit."""
+
+    def saturation(self, x: torch.Tensor, params: Params) -> str | None:
+        return "too large" if float(x.abs().amax()) > 10 else None
+
+
+def test_a_cache_asks_every_codec_that_has_something_to_say() -> None:
+    assert [parse_codec(name).saturates for name in ("int4", "nf4", "fp8", "exact")] == [False] * 4
+    assert parse_codec("fp8-static").saturates and parse_codec("nuq3").saturates and Wary(4).saturates
+
+
 def test_only_static_scales_are_calibrated_or_static() -> None:
     with pytest.raises(ValueError, match="int4 has scales of its own in each block; only static ones are calibrated"):
         Affine(4, calibrated=True)

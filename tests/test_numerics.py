@@ -593,6 +593,15 @@ def test_rotations_are_sylvesters_in_blocks_and_orthogonal(channels: int) -> Non
     torch.testing.assert_close((query @ rotation * turned).sum(-1), (query * x).sum(-1), rtol=1e-4, atol=1e-4)
 
 
+def test_a_rotation_made_in_inference_mode_serves_training() -> None:
+    hadamard.rotation.cache_clear(), hadamard.signs.cache_clear()
+    with torch.inference_mode():
+        rotation = hadamard.rotation(20)
+    query = torch.randn(3, 20, requires_grad=True)
+    (query @ rotation).sum().backward()
+    assert query.grad is not None
+
+
 def test_a_rotation_spreads_one_channel_over_its_block() -> None:
     x = torch.zeros(96)
     x[40] = 8.0

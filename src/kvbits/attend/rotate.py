@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kvbits.library import DTYPES, library
 from kvbits.numerics import hadamard
 
 
+@functools.lru_cache(maxsize=32)
+def signs_on(channels: int, device: torch.device) -> torch.Tensor:
+    """:func:`kvbits.numerics.hadamard.signs`, copied to a device once."""
+    with torch.inference_mode(False):
+        return hadamard.signs(channels).to(device)
+
+
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """``x [..., T, D]`` rotated, float32: ``x @ hadamard.rotation(D)``, the same bits anywhere."""
     module, isa, _ = library()
-    signs = hadamard.signs(x.shape[-1]).to(x.device)
+    signs = signs_on(x.shape[-1], x.device)
     if module is None or x.device.type != "cpu" or x.dtype not in DTYPES[1:4] or x.ndim < 2 or x.numel() == 0:
         return hadamard.transform(x.float() * signs)
     return rotate_on(isa, x, signs)

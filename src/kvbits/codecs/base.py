@@ -80,8 +80,8 @@ class Codec(ABC):
 
     @property
     def saturates(self) -> bool:
-        """Whether values may not fit into static parameters, so that :meth:`saturation` is worth a look."""
-        return False
+        """Whether :meth:`saturation` may have something to say, and elements are kept for it."""
+        return type(self).saturation is not Codec.saturation
 
     def saturation(self, x: torch.Tensor, params: Params) -> str | None:
         """What to warn of, once per layer and tensor, if values of ``x`` do not fit into the static parameters."""

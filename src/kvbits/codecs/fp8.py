@@ -98,10 +98,6 @@ class Fp8Static(Codec):
         scale = (largest * (HEADROOM / float8.E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
         return {"scale": torch.where(largest == 0, 1.0, scale)}
 
-    @property
-    def saturates(self) -> bool:
-        return True
-
     def saturation(self, x: torch.Tensor, params: Params) -> str | None:
         largest, limit = float(x.abs().amax()), float(params["scale"]) * float8.E4M3_MAX
         if largest <= limit:

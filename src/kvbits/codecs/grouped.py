@@ -162,7 +162,7 @@ class Grouped(Codec):
 
     @property
     def saturates(self) -> bool:
-        return self.static
+        return self.static or type(self).saturation is not Grouped.saturation
 
     def saturation(self, x: torch.Tensor, params: Params) -> str | None:
         if not self.static:

@@ -15,11 +15,11 @@ import functools
 import torch
 
 from kvbits.attend import NOTHING, Transform
+from kvbits.attend.rotate import signs_on
 from kvbits.codecs import Codec, Fp8Static, Grouped, NonUniform
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.encode.triton_shape import CHOICES, Before, Shape, warps_of
 from kvbits.library import why_no_triton, why_triton_is_off
-from kvbits.numerics import hadamard
 from kvbits.types import Packed, Params
 
 MOST_CHANNELS = 512
@@ -106,7 +106,7 @@ def _given(codec: Codec, x: torch.Tensor, params: Params) -> tuple[torch.Tensor,
 
 def _params(transform: Transform, x: torch.Tensor) -> list[torch.Tensor]:
     """Mean, balance and signs, float32; anything where there are none."""
-    signs = None if transform.rotation is None else _signs(x.shape[-1], x.device)
+    signs = None if transform.rotation is None else signs_on(x.shape[-1], x.device)
     return [x if param is None else param.contiguous() for param in (transform.mean, transform.balance, signs)]
 
 
@@ -122,11 +122,6 @@ def _angles(transform: Transform, before: Before, none: torch.Tensor) -> tuple[l
     return [cos, sin, *steps], (0 if shared else cos.stride(0), cos.stride(1))
 
 
-@functools.lru_cache(maxsize=32)
-def _signs(channels: int, device: torch.device) -> torch.Tensor:
-    return hadamard.signs(channels).to(device)
-
-
 def _levels(codec: Codec, params: Params, none: torch.Tensor) -> torch.Tensor:
     """Midpoints between neighbouring levels, as ``codebook.nearest`` has them, and what their codes decode to."""
     if codec.format.levels != "table":
@@ -140,7 +135,8 @@ def _levels(codec: Codec, params: Params, none: torch.Tensor) -> torch.Tensor:
 def _fixed_levels(codec: Codec, device: torch.device) -> torch.Tensor:
     table = codec.table({})
     assert table is not None
-    return _with_edges(table, table).to(device)
+    with torch.inference_mode(False):
+        return _with_edges(table, table).to(device)
 
 
 def _with_edges(met: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:

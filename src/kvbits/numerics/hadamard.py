@@ -25,7 +25,8 @@ def signs(channels: int) -> torch.Tensor:
         state ^= state >> 17
         state ^= state << 5 & 0xFFFFFFFF
         bits.append(1.0 if state >> 16 & 1 else -1.0)
-    return torch.tensor(bits)
+    with torch.inference_mode(False):  # what is kept must serve training too
+        return torch.tensor(bits)
 
 
 def transform(x: torch.Tensor) -> torch.Tensor:
@@ -50,4 +51,5 @@ def transform(x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def rotation(channels: int) -> torch.Tensor:
     """The rotation as an orthogonal matrix, float32 ``[D, D]``: ``x @ rotation(D) == transform(x * signs(D))``."""
-    return transform(torch.eye(channels) * signs(channels)[:, None])
+    with torch.inference_mode(False):
+        return transform(torch.eye(channels) * signs(channels)[:, None])

@@ -87,9 +87,9 @@ def encode_block(
             rest = value - (decoded - zero) * scale
             if SHAPE.choice == FIXED:  # what decodes worst
                 chosen = largest(rest, real, SHAPE)
-            first, own_scratch = number * SHAPE.outliers, scratch + number * (SHAPE.tokens * SHAPE.channels)
+            entry, own_scratch = number * SHAPE.outliers, scratch + number * (SHAPE.tokens * SHAPE.channels)
             store_entries(
-                chosen, rest, real, token, channel, index_out + first, value_out + first, own_scratch, SHAPE
+                chosen, rest, real, token, channel, index_out + entry, value_out + entry, own_scratch, SHAPE
             )  # fmt: skip
     store_codes(codes, codes_out + number * (SHAPE.tokens * SHAPE.bits // 8 * SHAPE.channels), SHAPE)
 
