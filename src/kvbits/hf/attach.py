@@ -27,8 +27,9 @@ from kvbits.files import Calibration, load_calibration, refuse_uncalibrated
 from kvbits.heads import Heads
 from kvbits.hf.announce import Announcer
 from kvbits.hf.attention import STOCK_OF, ours_for, register
-from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.cache import KVCache
 from kvbits.hf.columns import Columns
+from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import CACHE_NAMES, cache_name
 from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
 from kvbits.hf.static import StaticKVCache
