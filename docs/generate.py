@@ -25,7 +25,7 @@ import measured_speed
 import torch
 from measured import code, table
 
-import kvbits.scheme
+import kvbits.grammar
 from kvbits import pages
 from kvbits.cache import LayerCache
 from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, Entry
@@ -220,7 +220,7 @@ def page_sections(page: str) -> dict[str, Callable[[], str]]:
 
 
 def grammar() -> str:
-    text = (kvbits.scheme.__doc__ or "").split("::\n", 1)[1]
+    text = (kvbits.grammar.__doc__ or "").split("::\n", 1)[1]
     return f"```text\n{textwrap.dedent(text).strip()}\n```"
 
 

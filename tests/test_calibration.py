@@ -25,7 +25,8 @@ from kvbits.hf import collect as collecting
 from kvbits.hf.names import cache_name
 from kvbits.hf.rotary import Unrotatable, rotaries
 from kvbits.numerics import hadamard, rope
-from kvbits.scheme import Scheme, parse_codec
+from kvbits.scheme import Scheme
+from kvbits.spelling import parse_codec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

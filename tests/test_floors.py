@@ -32,6 +32,8 @@ FLOORS = {
     "kvbits.late": 2.05,
     "kvbits.cuts": 2.1,
     "kvbits.buffers": 2.15,
+    "kvbits.spelling": 2.05,
+    "kvbits.grammar": 2.07,
     "kvbits.scheme": 2.1,
     "kvbits.pages": 2.2,
     "kvbits.library": 2.2,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbits.rows import Rows
-from kvbits.scheme import parse_codec
+from kvbits.spelling import parse_codec
 from kvbits.store import ALIGNMENT_BYTES, BlockStore, Record
 from kvbits.types import Packed
 from table import QUANTIZED, CodecCase

@@ -25,7 +25,8 @@ from kvbits.codecs import Codec
 from kvbits.files import ABOUT, FORMAT, WEIGHTS, Calibration, Side, about_tensors, alone, replacing, save_tensors
 from kvbits.fitting import SHORTEST, Fit, Samples, fit_layer
 from kvbits.heads import Heads
-from kvbits.scheme import SINK_TOKENS, Scheme, parse_codec
+from kvbits.scheme import SINK_TOKENS, Scheme
+from kvbits.spelling import parse_codec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

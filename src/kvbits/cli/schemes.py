@@ -16,8 +16,8 @@ from rich.table import Table
 from kvbits import pages
 from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, RECOMMENDED
 from kvbits.cli.common import Calibrated, Device, DType, Model, attempt, fail, load, out
+from kvbits.grammar import __doc__ as grammar_of_schemes
 from kvbits.scheme import Scheme
-from kvbits.scheme import __doc__ as grammar_of_schemes
 from kvbits.store import Record
 
 WIDE = 120
