@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvbits.calibration import available_bytes
+from kvbits.calibration.plan import available_bytes
 from kvbits.hf.names import cache_name
 from kvbits.measure.caches import EXACT, PEERS
 from kvbits.scheme import Scheme
