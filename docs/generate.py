@@ -32,9 +32,9 @@ from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, Entry
 from kvbits.codecs import CODECS, Codec
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.numerics import bitpack
+from kvbits.record import ALIGNMENT_BYTES, Record
 from kvbits.rotary import Rotary
 from kvbits.scheme import BLOCK_TOKENS, BLOCKS, Scheme
-from kvbits.store import ALIGNMENT_BYTES, Record
 from kvbits.types import Format
 
 ROOT = Path(__file__).parent.parent

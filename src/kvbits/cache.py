@@ -24,8 +24,9 @@ from kvbits.late import Late, take_out
 from kvbits.layer import Layer, outlasting
 from kvbits.learning import learn
 from kvbits.packing import Due, Encoded, Work
+from kvbits.record import Record
 from kvbits.rows import Rows
-from kvbits.store import BlockStore, Record
+from kvbits.store import BlockStore
 from kvbits.types import Packed, Params
 
 ENCODE_BLOCKS = 16

@@ -27,8 +27,9 @@ from kvbits.attend.triton_shape import outliers_in, why_not_format
 from kvbits.buffers import Buffers
 from kvbits.cache import LayerCache
 from kvbits.library import why_triton_is_off
+from kvbits.record import Memo
 from kvbits.rows import Rows
-from kvbits.store import BlockStore, Memo
+from kvbits.store import BlockStore
 
 
 def why_not(cache: LayerCache) -> list[str]:
