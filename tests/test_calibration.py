@@ -24,8 +24,9 @@ from kvbits.calibration.text import sample_ids
 from kvbits.cli import app
 from kvbits.files import ABOUT, TENSORS, Calibration
 from kvbits.hf import collect as collecting
+from kvbits.hf.frequencies import Unrotatable
 from kvbits.hf.names import cache_name
-from kvbits.hf.rotary import Unrotatable, rotaries
+from kvbits.hf.rotary import rotaries
 from kvbits.numerics import hadamard, rope
 from kvbits.scheme import Scheme
 from kvbits.spelling import parse_codec

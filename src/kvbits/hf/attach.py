@@ -29,9 +29,10 @@ from kvbits.hf.announce import Announcer
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import KVCache
 from kvbits.hf.columns import Columns
+from kvbits.hf.frequencies import Unrotatable
 from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import CACHE_NAMES, cache_name
-from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
+from kvbits.hf.rotary import Rotaries, forget, rotaries
 from kvbits.hf.static import StaticKVCache
 from kvbits.hf.tokens import first_difference
 from kvbits.hf.translate import scheme_of_cache_config
