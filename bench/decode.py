@@ -13,8 +13,8 @@ from typing import Any
 
 from common import measured, require_green, write
 
+from kvbits.grammar import split_schemes
 from kvbits.measure.bench import Bench
-from kvbits.scheme import split_schemes
 
 PEERS = ("hf:dynamic", "hf:quanto4", "hf:quanto2")
 

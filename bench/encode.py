@@ -27,7 +27,7 @@ from kvbits.encode import native
 from kvbits.library import instruction_set
 from kvbits.measure.setting import SEED
 from kvbits.numerics import bitpack
-from kvbits.scheme import parse_codec
+from kvbits.spelling import parse_codec
 from kvbits.types import Params
 
 SCHEMES = (

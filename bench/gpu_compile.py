@@ -29,8 +29,8 @@ from kvbits.attend import triton_decode, triton_kernel
 from kvbits.attend.triton_shape import TURNED_KEYS, TURNED_MEAN, Shape, Turn, shape_for
 from kvbits.attend.triton_tuning import tuning_for
 from kvbits.numerics.groups import power_of_two
+from kvbits.record import Record
 from kvbits.scheme import Scheme
-from kvbits.store import Record
 
 SCHEMES = "int8,fp8,fp8-static,int4,kivi4,nf4,int3,int2,kivi2,default,small"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

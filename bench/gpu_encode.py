@@ -12,10 +12,10 @@ from kvbits.codecs import Codec, Grouped, HalfQuadratic
 from kvbits.encode import reference
 from kvbits.encode import triton as fast
 from kvbits.numerics import hadamard
+from kvbits.record import Record
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
-from kvbits.store import Record
 from kvbits.types import Params
 
 ENCODED = (

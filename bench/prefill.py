@@ -13,9 +13,9 @@ from typing import Any
 
 from common import measured, require_green, write
 
+from kvbits.grammar import split_schemes
 from kvbits.measure.bench import Bench
 from kvbits.measure.caches import EXACT
-from kvbits.scheme import split_schemes
 
 
 def seconds(plan: Bench) -> list[dict[str, Any]]:

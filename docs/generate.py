@@ -25,16 +25,16 @@ import measured_speed
 import torch
 from measured import code, table
 
-import kvbits.scheme
+import kvbits.grammar
 from kvbits import pages
 from kvbits.cache import LayerCache
 from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, Entry
 from kvbits.codecs import CODECS, Codec
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.numerics import bitpack
+from kvbits.record import ALIGNMENT_BYTES, Record
 from kvbits.rotary import Rotary
 from kvbits.scheme import BLOCK_TOKENS, BLOCKS, Scheme
-from kvbits.store import ALIGNMENT_BYTES, Record
 from kvbits.types import Format
 
 ROOT = Path(__file__).parent.parent
@@ -220,7 +220,7 @@ def page_sections(page: str) -> dict[str, Callable[[], str]]:
 
 
 def grammar() -> str:
-    text = (kvbits.scheme.__doc__ or "").split("::\n", 1)[1]
+    text = (kvbits.grammar.__doc__ or "").split("::\n", 1)[1]
     return f"```text\n{textwrap.dedent(text).strip()}\n```"
 
 

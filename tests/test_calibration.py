@@ -19,13 +19,17 @@ from typer.testing import CliRunner
 import kvbits
 import zoo
 from kvbits import calibration, fingerprint
+from kvbits.calibration import plan as plans
+from kvbits.calibration.text import sample_ids
 from kvbits.cli import app
 from kvbits.files import ABOUT, TENSORS, Calibration
 from kvbits.hf import collect as collecting
+from kvbits.hf.frequencies import Unrotatable
 from kvbits.hf.names import cache_name
-from kvbits.hf.rotary import Unrotatable, rotaries
+from kvbits.hf.rotary import rotaries
 from kvbits.numerics import hadamard, rope
-from kvbits.scheme import Scheme, parse_codec
+from kvbits.scheme import Scheme
+from kvbits.spelling import parse_codec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -594,10 +598,10 @@ class Prefixed:
 
 
 def test_samples_are_spread_over_the_text() -> None:
-    plain = calibration.sample_ids(TEXT, tokenizer(), 4, 100)  # type: ignore[arg-type]
+    plain = sample_ids(TEXT, tokenizer(), 4, 100)  # type: ignore[arg-type]
     whole = torch.tensor(tokenizer()(TEXT)["input_ids"])
     assert torch.equal(plain, torch.stack([whole[i : i + 100] for i in (0, 200, 500, 700)]))
-    begun = calibration.sample_ids([TEXT[:3000], TEXT[3000:]], Prefixed(), 4, 101)  # type: ignore[arg-type]
+    begun = sample_ids([TEXT[:3000], TEXT[3000:]], Prefixed(), 4, 101)  # type: ignore[arg-type]
     assert begun.shape == (4, 101) and bool((begun[:, 0] == 1).all()) and torch.equal(begun[0, 1:], whole[:100])
 
 
@@ -626,8 +630,8 @@ def test_what_is_no_text_is_refused(llama: PreTrainedModel) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def plan(model: PreTrainedModel, tokens: int, checkpointing: Any) -> calibration.Plan:
-    return calibration._plan(model, ids(2, tokens), 0, checkpointing, SINKS)
+def plan(model: PreTrainedModel, tokens: int, checkpointing: Any) -> plans.Plan:
+    return plans.foresee(model, ids(2, tokens), 0, checkpointing, SINKS)
 
 
 def test_the_plan_follows_length_and_checkpointing() -> None:
@@ -651,7 +655,7 @@ def test_what_is_kept_for_the_backward_is_estimated_well() -> None:
 def test_layers_are_checkpointed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, said = zoo.build("llama", num_hidden_layers=8), []
     assert not plan(model, 256, "auto").checkpointing
-    monkeypatch.setattr(calibration, "available_bytes", lambda _: 10**5)
+    monkeypatch.setattr(plans, "available_bytes", lambda _: 10**5)
     short = plan(model, 256, "auto")
     assert short.checkpointing and "take a smaller length" in str(short)
     assert not plan(model, 256, "off").checkpointing
@@ -688,9 +692,9 @@ def test_only_one_sample_and_one_layer_are_held(llama: PreTrainedModel, monkeypa
 
 
 def test_available_memory_is_known_here() -> None:
-    found = calibration.available_bytes(torch.device("cpu"))
+    found = plans.available_bytes(torch.device("cpu"))
     assert found is None or 2**20 < found < 2**50
-    assert calibration.available_bytes(torch.device("meta")) is None
+    assert plans.available_bytes(torch.device("meta")) is None
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

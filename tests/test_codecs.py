@@ -18,7 +18,7 @@ from kvbits.codecs.grouped import Grouped
 from kvbits.codecs.half_quadratic import HalfQuadratic
 from kvbits.codecs.lloyd_max import LloydMax
 from kvbits.numerics import affine, bitpack, codebook, float8, groups, hadamard
-from kvbits.scheme import parse_codec
+from kvbits.spelling import parse_codec
 from kvbits.types import Packed, Params
 from table import (
     BLOCK,

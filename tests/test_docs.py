@@ -21,7 +21,7 @@ import torch
 import kvbits
 import kvbits.catalogue
 import kvbits.codecs
-import kvbits.scheme
+import kvbits.spelling
 import zoo
 from kvbits import pages
 from kvbits.catalogue import ALIASES, CATALOGUE
@@ -160,9 +160,9 @@ class Example:
         self.entries = names["CATALOGUE"][len(CATALOGUE) :]
         assert self.entries and names["CATALOGUE"][: len(CATALOGUE)] == CATALOGUE
 
-        for owner in (kvbits.codecs, kvbits.scheme):
+        for owner in (kvbits.codecs, kvbits.spelling):
             monkeypatch.setattr(owner, "CODECS", self.codecs)
-        for owner in (kvbits, kvbits.catalogue, kvbits.scheme):
+        for owner in (kvbits, kvbits.catalogue, kvbits.spelling):
             monkeypatch.setattr(owner, "CATALOGUE", (*CATALOGUE, *self.entries))
         for entry in self.entries:
             monkeypatch.setitem(kvbits.catalogue.BY_NAME, entry.name, entry)

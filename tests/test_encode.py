@@ -20,7 +20,7 @@ from kvbits.codecs.half_quadratic import P_NORM, HalfQuadratic
 from kvbits.encode import KERNELS, LARGEST, Unsound, choose, encode, explain, native, reference
 from kvbits.library import library
 from kvbits.numerics import bitpack, groups, hadamard, outliers
-from kvbits.scheme import parse_codec
+from kvbits.spelling import parse_codec
 from kvbits.types import Packed, Params
 
 MODULE, _, REASON = library()

@@ -16,8 +16,8 @@ import transformers as hf
 import kvbits
 import zoo
 from kvbits.hf.cache import KVCache
+from kvbits.hf.frequencies import Unrotatable
 from kvbits.hf.names import cache_name
-from kvbits.hf.rotary import Unrotatable
 
 LOSSLESS = "exact,residual=4,block=32"  # all of the packed machinery, with nothing lost
 QUANTIZED = "int8,residual=4,block=32"

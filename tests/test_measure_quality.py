@@ -336,7 +336,7 @@ def test_a_scheme_that_fails_is_a_row_and_the_next_is_measured(
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(kvbits.hf.cache.PackedLayer, "update", fail)
+    monkeypatch.setattr(kvbits.hf.layer.PackedLayer, "update", fail)
     seen: list[tuple[str, int, int]] = []
     rows = measure(
         llama, SCHEME, "int4,layers[5]=int8,residual=16,block=32", "hf:fp8", report=lambda *x: seen.append(x)

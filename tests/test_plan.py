@@ -20,9 +20,9 @@ from kvbits.calibration import calibrate
 from kvbits.catalogue import ALIASES, CATALOGUE
 from kvbits.growth import Limits
 from kvbits.hf.attach import cache_for
-from kvbits.hf.cache import storage_bytes
 from kvbits.hf.loading import DEFAULT_MODEL
 from kvbits.hf.names import cache_name
+from kvbits.hf.stock import storage_bytes
 from kvbits.parallel.layer import SharedLayer
 from kvbits.plan import fit, memory, paper, peak
 from kvbits.plan.memory import History

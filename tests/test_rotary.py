@@ -13,8 +13,9 @@ import transformers as hf
 import kvbits
 import zoo
 from kvbits.hf.cache import KVCache
+from kvbits.hf.frequencies import Unrotatable
 from kvbits.hf.names import cache_name
-from kvbits.hf.rotary import Rotaries, Unrotatable, rotaries
+from kvbits.hf.rotary import Rotaries, rotaries
 from kvbits.numerics import rope
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows, Run

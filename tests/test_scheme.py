@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from kvbits.catalogue import ALIASES, BY_NAME, CATALOGUE, RECOMMENDED
 from kvbits.codecs import CODECS as CODEC_CLASSES
 from kvbits.codecs import Affine, Exact, Fp8, LloydMax, NormalFloat, Rotated
-from kvbits.scheme import (
-    BLOCK_TOKENS,
-    BLOCKS,
-    RESIDUAL_TOKENS,
-    SINK_TOKENS,
-    Override,
-    Scheme,
-    parse_codec,
-    split_schemes,
-)
+from kvbits.grammar import split_schemes
+from kvbits.scheme import BLOCK_TOKENS, BLOCKS, RESIDUAL_TOKENS, SINK_TOKENS, Override, Scheme
+from kvbits.spelling import parse_codec
 from table import CATALOGUE_SCHEMES, CODECS, SCHEMES, CodecCase, SchemeCase
 
 each_scheme = pytest.mark.parametrize("case", SCHEMES, ids=str)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvbits.record import ALIGNMENT_BYTES, Record
 from kvbits.rows import Rows
-from kvbits.scheme import parse_codec
-from kvbits.store import ALIGNMENT_BYTES, BlockStore, Record
+from kvbits.spelling import parse_codec
+from kvbits.store import BlockStore
 from kvbits.types import Packed
 from table import QUANTIZED, CodecCase
 

@@ -18,7 +18,8 @@ from kvbits.encode.triton_shape import Before, Shape
 from kvbits.numerics import hadamard
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows, Run
-from kvbits.scheme import Scheme, parse_codec
+from kvbits.scheme import Scheme
+from kvbits.spelling import parse_codec
 from kvbits.types import Params
 from test_attend import random
 from test_encode import assert_same, fit, normal

@@ -14,7 +14,7 @@ from kvbits.encode import LARGEST, Unsound
 from kvbits.encode import triton as fast
 from kvbits.encode.triton_shape import Before, Shape, warps_of
 from kvbits.library import OPT_IN
-from kvbits.scheme import parse_codec
+from kvbits.spelling import parse_codec
 from kvbits.types import Packed, Params
 from test_attend import random
 from test_encode import HQQ, assert_same, assert_same_bits, blocks, fit, hard, normal, objective

@@ -12,7 +12,7 @@ from kvbits.attend import KERNELS, Call
 from kvbits.attend.rotate import rotate
 from kvbits.encode import Unsound, encode
 from kvbits.numerics import bitpack
-from kvbits.store import Record
+from kvbits.record import Record
 from kvbits.vllm.pages import Batch, PagedRows, Pages, paged_scheme
 
 SCHEMES = ("int8", "int4", "int3", "int2", "nf4", "fp8", "hqq4", "rot4", "lm4", "lm3", "k=fp8,v=rot2", "exact")

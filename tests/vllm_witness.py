@@ -19,8 +19,8 @@ from kvbits.attend.rotate import rotate
 from kvbits.codecs import Codec
 from kvbits.encode import encode
 from kvbits.numerics import bitpack, hadamard
+from kvbits.record import Slot
 from kvbits.scheme import Scheme
-from kvbits.store import Slot
 from kvbits.vllm import backend, pages
 from kvbits.vllm.backend import PackedAttention, StepBuilder
 

@@ -20,6 +20,8 @@ from typing import TypeAlias
 
 import torch
 
+from kvbits.growth import Limits
+
 Late: TypeAlias = tuple[tuple[int, ...], ...]
 """Own token numbers of the late sinks of each row, ascending."""
 
@@ -54,6 +56,55 @@ def choose(keys: torch.Tensor, packed: int, most: int) -> list[list[int]]:
         # Token `at` has `at - i` packed ones before it, if `i` are taken before it.
         chosen.append([at for i, at in enumerate(found) if at - i < packed])
     return chosen
+
+
+def take_out(
+    keys: torch.Tensor, late: Late, total: Sequence[int], packed: Sequence[int], count: Sequence[int], limits: Limits
+) -> tuple[Late, torch.Tensor | None]:
+    """The late sinks of each row once more of its tokens are packed, and the order of its exact slots then.
+
+    Args:
+        keys: exact ones ``[B, H, T, D]``, those that will be packed among them.
+        late: late sinks so far.
+        total: exact tokens of each row.
+        packed, count: tokens that each row has packed, and how many more it packs now.
+        limits: of the layer.
+
+    Returns:
+        The order is ``[sinks | tokens to pack | late | the rest]``, int64 ``[B, T]`` on the CPU, or None where that is
+        how they lie.
+    """
+    if not limits.late_sinks:
+        return late, None
+    begin = [min(tokens, limits.sinks) + len(row) for tokens, row in zip(total, late, strict=True)]
+    same = len(set(zip(begin, count, strict=True))) == 1
+    found: list[list[int]] = []  # counted from `begin` on
+    for row in range(1 if same else len(total)):
+        room = limits.late_sinks + limits.sinks - begin[row]
+        rows = keys if same else keys[row : row + 1]
+        found += choose(rows[:, :, begin[row] : begin[row] + count[row] + room], count[row], room)
+    # Recent tokens lie as in the text.
+    after = tuple(
+        (*late[row], *(begin[row] + packed[row] + position for position in at)) for row, at in enumerate(found)
+    )
+    if not any(after):
+        return after, None
+    order = torch.arange(keys.shape[2]).repeat(len(total), 1)
+    for row, at in enumerate(found):
+        sinks, last = min(total[row], limits.sinks), begin[row] + count[row] + len(at)
+        order[row, :last] = _order(sinks, begin[row], [begin[row] + position for position in at], last)
+    return after, order
+
+
+def _order(sinks: int, begin: int, chosen: list[int], last: int) -> torch.Tensor:
+    """Slots ``0 .. last - 1`` of a row as ``[sinks | from begin on, without the chosen | late before | chosen]``."""
+    slots = torch.arange(last)
+    packed = torch.ones(last, dtype=torch.bool)
+    packed[:begin] = False
+    packed[chosen] = False
+    kept = ~packed
+    kept[:sinks] = False
+    return torch.cat([slots[:sinks], slots[packed], slots[kept]])
 
 
 def abnormality(keys: torch.Tensor) -> torch.Tensor:

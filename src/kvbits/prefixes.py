@@ -27,7 +27,8 @@ from kvbits.files.atomic import sweep
 from kvbits.files.sealed import Damaged, Foreign, Newer, length_of, write
 from kvbits.heads import Heads
 from kvbits.hf.attach import cache_for
-from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.cache import KVCache
+from kvbits.hf.layer import PackedLayer
 from kvbits.saving import Saved, Tokens, contents, tokens_of
 from kvbits.scheme import Scheme
 

@@ -21,8 +21,9 @@ from kvbits.files.plain import from_plain, to_plain
 from kvbits.files.sealed import Content, Damaged, Sealed, write
 from kvbits.heads import Heads
 from kvbits.hf.attach import make_cache, refuse_unless_served
-from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.cache import KVCache
 from kvbits.hf.devices import devices_of_layers
+from kvbits.hf.layer import PackedLayer
 from kvbits.hf.tokens import UNKNOWN, TokenIds
 from kvbits.rotary import Rotary
 from kvbits.rows import Rows, Run

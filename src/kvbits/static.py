@@ -24,10 +24,12 @@ from kvbits import memory
 from kvbits.attend import triton_decode
 from kvbits.attend.operator import ANGLES, attend_static
 from kvbits.attend.triton_shape import outliers_in, why_not_format
+from kvbits.buffers import Buffers
 from kvbits.cache import LayerCache
 from kvbits.library import why_triton_is_off
+from kvbits.record import Memo
 from kvbits.rows import Rows
-from kvbits.store import BlockStore, Memo
+from kvbits.store import BlockStore
 
 
 def why_not(cache: LayerCache) -> list[str]:
@@ -185,14 +187,14 @@ class StaticLayer:
     def _settle(self) -> None:
         """Take over, in place, what the :class:`LayerCache` holds now."""
         core = self._core
-        assert core.keys is not None and core.values is not None and core.store is not None
+        assert core.buffers is not None and core.store is not None
         assert core.store.pool is self.pool and core.store.table is self.table
-        most = max(core.held)
-        for buffer, kept in ((self.keys, core.keys), (self.values, core.values)):
-            buffer[:, :, :most] = kept[:, :, :most]
+        kept, most = core.buffers, core.buffers.longest
+        for buffer, exact in ((self.keys, kept.keys), (self.values, kept.values)):
+            buffer[:, :, :most] = exact[:, :, :most]
             buffer[:, :, most:] = 0
-        core.keys, core.values = self.keys, self.values
-        self.held.copy_(torch.tensor(core.held))
+        kept.keys, kept.values = self.keys, self.values
+        self.held.copy_(torch.tensor(kept.held))
         self.counts.copy_(torch.tensor(core.packed_blocks))
         for name, x in _known(core):
             self._learned[name].copy_(x)
@@ -216,11 +218,10 @@ class StaticLayer:
                 f"{core.name} turns keys by the positions of the text that it was frozen with, which did not begin at "
                 "0 or did not go on by one; freeze a cache of the next text instead"
             )
-        core.keys, core.values = self.keys, self.values
-        core.held, core.late = [0] * len(core.held), ((),) * len(core.held)
-        core.rows, core.even = Rows(len(core.held)), True
         assert core.store is not None
-        core.store.truncate([0] * len(core.held))
+        batch = len(core.held)
+        core.rows, core.buffers = Rows(batch), Buffers(self.keys, self.values, [0] * batch, ((),) * batch)
+        core.store.truncate([0] * batch)
         core.store.used = 0
         (core.key_params, core.value_params), core.fitted, core.warned = core.learned, (False, False), set()
         self.tokens = 0

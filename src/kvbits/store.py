@@ -1,7 +1,6 @@
 """The packed memory of one layer: a pool of blocks that are written once, and a table of which row owns which.
 
-A *record* is everything of one block of one KV head, ``[K parts | V parts]``, each part and the record aligned to 64
-bytes (see docs/formats.md). The pool is one tensor ``[blocks, H, record bytes]``; block ``n`` of row ``b`` is
+The pool is one tensor ``[blocks, H, record bytes]`` of records (:mod:`kvbits.record`); block ``n`` of row ``b`` is
 ``pool[table[b, n]]``. Blocks never change once written, so beam search, repetition and selection of rows only move
 table entries; rows that share a prefix share its blocks.
 
@@ -17,94 +16,16 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
 
 from kvbits import memory
-from kvbits.codecs import Codec
 from kvbits.growth import SPARE, pool_blocks, table_columns
-from kvbits.types import Packed, Part, Role
-
-ALIGNMENT_BYTES = 64
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A part and where it lies in the record, in bytes."""
-
-    part: Part
-    offset: int
-
-
-class Memo(dict[str, Any]):
-    """What kernels derive from a layer's record; a copy of the layer derives its own."""
-
-    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
-        return Memo, ()
-
-
-@dataclass(frozen=True)
-class Record:
-    """Byte map of one block of one head.
-
-    Attributes:
-        tokens: of a block.
-        keys, values: the parts of either side.
-        nbytes: of the whole record.
-        memo: what kernels derive from a layer's record, once.
-    """
-
-    tokens: int
-    keys: tuple[Slot, ...]
-    values: tuple[Slot, ...]
-    nbytes: int
-    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
-
-    @staticmethod
-    def of(
-        key: Codec,
-        value: Codec,
-        tokens: int,
-        key_channels: int,
-        value_channels: int,
-        key_dtype: torch.dtype,
-        value_dtype: torch.dtype | None = None,
-    ) -> Record:
-        """Lay the parts of both codecs one after the other. The dtypes are those of exact K and V; one is for both."""
-        sides, offset = [], 0
-        value_dtype = value_dtype or key_dtype
-        for codec, channels, dtype in ((key, key_channels, key_dtype), (value, value_channels, value_dtype)):
-            slots = []
-            for part in codec.layout(tokens, channels, dtype):
-                slots.append(Slot(part, offset))
-                offset = _align(offset + part.nbytes)
-            sides.append(tuple(slots))
-        return Record(tokens, sides[0], sides[1], offset)
-
-    @property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Spans ``[first, last)`` of bytes that align the parts and hold nothing."""
-        slots = self.keys + self.values
-        begins = (*(slot.offset for slot in slots[1:]), self.nbytes)
-        ends = (slot.offset + slot.part.nbytes for slot in slots)
-        return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin)
-
-    def role_bytes(self, role: Role) -> int:
-        """Bytes of all parts with ``role``, K and V together."""
-        return sum(slot.part.nbytes for slot in self.keys + self.values if slot.part.role == role)
-
-    def count(self, written: int, total: int) -> dict[str, int]:
-        """By part, what ``total`` bytes of a pool and its table hold of ``written`` records; the rest is ``slack``."""
-        roles: Sequence[Role] = ("codes", "scales", "zeros", "outliers")
-        parts: dict[str, int] = {role: written * self.role_bytes(role) for role in roles}
-        return {**parts, "slack": total - sum(parts.values())}
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+from kvbits.record import Memo, Record, unpack
+from kvbits.types import Packed
 
 
 @dataclass(frozen=True)
@@ -142,15 +63,7 @@ class Blocks:
         else:
             tile = self.pool[self.table[:, first:last].t()]
         tile = tile.permute(1, 2, 0, 3)  # [n, B, H, bytes] -> [B, H, n, bytes]
-        return _unpack(tile, self.record.keys), _unpack(tile, self.record.values)
-
-
-def _unpack(tile: torch.Tensor, slots: tuple[Slot, ...]) -> Packed:
-    packed = {}
-    for slot in slots:
-        part = tile[..., slot.offset : slot.offset + slot.part.nbytes]
-        packed[slot.part.name] = part.view(slot.part.dtype).unflatten(-1, slot.part.shape)
-    return packed
+        return unpack(tile, self.record.keys), unpack(tile, self.record.values)
 
 
 class Pool:
@@ -276,7 +189,7 @@ class BlockStore:
         tile = self.pool[self.used : self.used + added * len(rows)].unflatten(0, (added, len(rows)))
         tile = tile.permute(1, 2, 0, 3)
         for slots, packed in ((self.record.keys, keys), (self.record.values, values)):
-            for name, target in _unpack(tile, slots).items():
+            for name, target in unpack(tile, slots).items():
                 target.copy_(packed[name])
         ids = torch.arange(self.used, self.used + added * len(rows), device=self.table.device)
         self.table[rows.start : rows.stop, first : first + added] = ids.unflatten(0, (added, len(rows))).t()

@@ -16,7 +16,7 @@ from kvbits.attend.transform import Rope
 from kvbits.codecs import Codec
 from kvbits.library import DTYPES, LEVELS, PER, library
 from kvbits.numerics import groups
-from kvbits.store import Slot
+from kvbits.record import Slot
 from kvbits.types import Params
 
 if TYPE_CHECKING:  # a view decodes itself with this kernel

@@ -22,9 +22,10 @@ from kvbits.attend.view import KVView
 from kvbits.library import why_triton_is_off
 from kvbits.numerics import hadamard
 from kvbits.numerics.modes import without_autocast
+from kvbits.record import Record
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
-from kvbits.store import Blocks, Record
+from kvbits.store import Blocks
 from kvbits.types import Params
 
 parse = functools.lru_cache(maxsize=64)(Scheme.parse)

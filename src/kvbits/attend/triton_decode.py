@@ -34,7 +34,7 @@ from kvbits.attend.view import KVView
 from kvbits.codecs import Codec
 from kvbits.library import why_no_triton, why_triton_is_off
 from kvbits.numerics.groups import power_of_two
-from kvbits.store import Record
+from kvbits.record import Record
 from kvbits.types import Params
 
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}

@@ -12,7 +12,7 @@ from kvbits.attend.triton_tuning import Tuning
 from kvbits.library import LEVELS
 from kvbits.numerics import groups
 from kvbits.numerics.groups import power_of_two
-from kvbits.store import Record, Slot
+from kvbits.record import Record, Slot
 from kvbits.types import Format
 
 MOST_CHANNELS = 512

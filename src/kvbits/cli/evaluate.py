@@ -29,7 +29,7 @@ from kvbits.cli.common import (
     working,
 )
 from kvbits.files import load_calibration
-from kvbits.scheme import split_schemes
+from kvbits.grammar import split_schemes
 
 if TYPE_CHECKING:
     from kvbits.measure.results import Results
@@ -174,7 +174,7 @@ def _text(file: Path | None, dataset: str | None, field: str | None) -> Text:
 
 def _windows(model: str, content: Text, windows: int, length: int, placement: str) -> Any:
     """Token ids ``[windows, length]``, before the weights are loaded."""
-    from kvbits.calibration import longest_text
+    from kvbits.calibration.text import longest_text
     from kvbits.hf.loading import load_config
     from kvbits.measure.text import windows_of
 

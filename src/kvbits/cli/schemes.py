@@ -16,9 +16,9 @@ from rich.table import Table
 from kvbits import pages
 from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, RECOMMENDED
 from kvbits.cli.common import Calibrated, Device, DType, Model, attempt, fail, load, out
+from kvbits.grammar import __doc__ as grammar_of_schemes
+from kvbits.record import Record
 from kvbits.scheme import Scheme
-from kvbits.scheme import __doc__ as grammar_of_schemes
-from kvbits.store import Record
 
 WIDE = 120
 """Columns of a console from which on the list of schemes also says what is stored, and where it is from."""

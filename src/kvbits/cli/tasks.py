@@ -25,7 +25,7 @@ from kvbits.cli.common import (
     results_file,
 )
 from kvbits.files import load_calibration
-from kvbits.scheme import split_schemes
+from kvbits.grammar import split_schemes
 
 
 def tasks(

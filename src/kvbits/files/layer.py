@@ -17,8 +17,9 @@ import torch
 
 from kvbits.cache import LayerCache
 from kvbits.files.sealed import Content, Damaged, Selection
+from kvbits.record import Record, Slot
 from kvbits.rows import Rows
-from kvbits.store import BlockStore, Record, Slot
+from kvbits.store import BlockStore
 
 _SIDES = ("key", "value")
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -27,13 +26,14 @@ from kvbits.files import Calibration, load_calibration, refuse_uncalibrated
 from kvbits.heads import Heads
 from kvbits.hf.announce import Announcer
 from kvbits.hf.attention import STOCK_OF, ours_for, register
-from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.cache import KVCache
 from kvbits.hf.columns import Columns
+from kvbits.hf.frequencies import Unrotatable
+from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import CACHE_NAMES, cache_name
-from kvbits.hf.rotary import Rotaries, Unrotatable, forget, rotaries
-from kvbits.hf.static import StaticKVCache
-from kvbits.hf.tokens import first_difference
+from kvbits.hf.rotary import Rotaries, forget, rotaries
 from kvbits.hf.translate import scheme_of_cache_config
+from kvbits.hf.wrappers import PrepareInputs, Wrapper
 from kvbits.rotary import Rotary
 from kvbits.scheme import Scheme
 from kvbits.types import Params
@@ -225,8 +225,8 @@ def attach(model: PreTrainedModel) -> Attachment:
             announce = Announcer(module, partial(_default_cache, model, found) if module is model else None)
             found.hooks.append(module.register_forward_pre_hook(announce, with_kwargs=True))
             found.hooks.append(module.register_forward_hook(announce.end, with_kwargs=True, always_call=True))
-        if hasattr(model, _PrepareInputs.name):
-            _stand_before(model, _PrepareInputs)
+        if hasattr(model, PrepareInputs.name):
+            PrepareInputs.stand_before(model)
     _set_attention(model, found)
     return found
 
@@ -283,13 +283,8 @@ def enable(
     attachment = attach(model)
     attachment.scheme, attachment.sliding, attachment.calibration = scheme, sliding, calibration
     if hasattr(model, _PrepareCache.name):
-        _stand_before(model, _PrepareCache)
+        _PrepareCache.stand_before(model)
     return model
-
-
-def _stand_before(model: PreTrainedModel, wrapper: type[_Wrapper]) -> None:
-    if not isinstance(vars(model).get(wrapper.name), wrapper):
-        setattr(model, wrapper.name, wrapper(model))
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -305,36 +300,12 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     for config, stock in attachment.implementations:
         if config._attn_implementation in STOCK_OF:
             config._attn_implementation_internal = stock
-    for wrapper in (_PrepareCache, _PrepareInputs):
-        ours = vars(model).get(wrapper.name)
-        if not isinstance(ours, wrapper):
-            continue  # never put there, or the user has put another in its place since
-        if ours.own is None:
-            del vars(model)[wrapper.name]
-        else:
-            setattr(model, wrapper.name, ours.own)
+    for wrapper in (_PrepareCache, PrepareInputs):
+        wrapper.step_aside(model)
     return model
 
 
-class _Wrapper:
-    """Stands before one method of one model, or before what the user (PEFT, for one) has put in its place."""
-
-    name: ClassVar[str]
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.own = vars(model).get(self.name)
-        self.__signature__ = inspect.signature(getattr(model, self.name))
-        self.takes = inspect.signature(getattr(type(model), self.name).__get__(model))
-
-    def stock(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model does without kvbits."""
-        if self.own is not None:
-            return self.own(*args, **kwargs)
-        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
-
-
-class _PrepareCache(_Wrapper):
+class _PrepareCache(Wrapper):
     """Stands before one model's ``_prepare_cache_for_generation`` and answers where a kvbits cache is asked for."""
 
     name = "_prepare_cache_for_generation"
@@ -357,73 +328,3 @@ class _PrepareCache(_Wrapper):
         if getattr(generation_config, "is_assistant", False):
             cache.activate_past_recording()
         return None
-
-
-class _PrepareInputs(_Wrapper):
-    """Stands before ``prepare_inputs_for_generation`` of models that may throw the caller's cache away.
-
-    Phi-3 and its relatives do so, silently, where a text outgrows their short rotary factors: generation would go on
-    with an exact cache of their own. The cache is emptied and kept instead, and reads the whole text again.
-    """
-
-    name = "prepare_inputs_for_generation"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = {**self.takes.bind(*args, **kwargs).arguments, **kwargs}
-        given = next((c for c in map(bound.get, CACHE_NAMES) if isinstance(c, (KVCache, StaticKVCache))), None)
-        if given is not None and bound.get("is_first_iteration"):
-            self._compare_text(given, bound)
-        if isinstance(given, StaticKVCache):
-            # One forward ran since the last call of the same generate; before the first nobody knows how many.
-            first = "is_first_iteration" not in self.takes.parameters or bound.get("is_first_iteration")
-            given.make_room(None if first or self.model.device.type == "cpu" else 1)
-        inputs = self.stock(*args, **kwargs)
-        if given is not None and bound.get("use_cache") is False:
-            raise ValueError(
-                "use_cache=False makes generate pass the whole text at every step, to a cache that holds it already; "
-                "pass use_cache=True, or no cache"
-            )
-        if given is not None and all(inputs.get(name) is None for name in CACHE_NAMES):
-            if isinstance(given, StaticKVCache):
-                raise ValueError(
-                    f"{type(self.model).__name__} reads the whole text anew where it outgrows its short rotary "
-                    "factors, and a frozen cache cannot; freeze one that holds more than "
-                    "original_max_position_embeddings"
-                )
-            given.reset()
-            if bound.get("cache_position") is not None:  # early releases would read the last token alone
-                columns = torch.arange(bound["input_ids"].shape[1], device=bound["input_ids"].device)
-                again = {**kwargs, "cache_position": columns}
-                inputs = self.stock(*args, **again)
-            inputs[cache_name(self.model)] = given
-        return inputs
-
-    def _compare_text(self, cache: KVCache | StaticKVCache, bound: dict[str, Any]) -> None:
-        """Look at what ``generate`` cuts off a whole text, as many tokens as the cache holds, whatever they are.
-
-        Raises:
-            ValueError: if nothing is left of it. Where other tokens are cut off than were read, there is a warning.
-        """
-        ids, mask = bound.get("input_ids"), bound.get("attention_mask")
-        held = cache.columns if isinstance(cache, StaticKVCache) else cache.columns.rows.columns
-        if "next_sequence_length" in self.takes.parameters:
-            added = bound.get("next_sequence_length")  # None where the ids are those of the new tokens alone
-        else:
-            whole = isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == ids.shape
-            added = ids.shape[1] - held if whole else None
-        if added is None or not held:
-            return
-        other = "for another text reset() the cache or make a new one"
-        if added <= 0:
-            raise ValueError(
-                f"the cache holds {held} tokens and the prompt has {held + added}, so none is left to read: pass the "
-                f"text in the cache and at least one token more; {other}"
-            )
-        if (column := first_difference(cache.tokens, ids, mask)) is not None:
-            warnings.warn(
-                f"the cache holds {held} tokens, and from column {column} on they are not those that this prompt "
-                "begins with: only what comes after them is read now, behind the text in the cache (cache.tokens); "
-                f"{other}",
-                UserWarning,
-                stacklevel=2,
-            )

@@ -8,157 +8,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvbits.attend import KVView
-from kvbits.cache import Before, LayerCache
 from kvbits.hf.columns import Columns
-from kvbits.hf.gradient import end_of_gradients
-from kvbits.hf.handle import Pair, Trace
+from kvbits.hf.layer import PackedLayer, columns_to_crop, refuse_offloading
+from kvbits.hf.stock import cropped, is_cut_anywhere, storage_bytes
 from kvbits.hf.tokens import TokenIds
 from kvbits.numerics.modes import outside_graphs
 from kvbits.rows import Rows
 from kvbits.scheme import Scheme
 from kvbits.types import ByteCount
-
-
-def _refuse_offloading(*_: Any, **__: Any) -> None:
-    """Packed layers stay on their device."""
-    raise NotImplementedError(
-        "kvbits caches stay on the model's device; use an exact cache with cache_implementation='offloaded', or "
-        "a smaller scheme"
-    )
-
-
-class PackedLayer(CacheLayerMixin):
-    """The Transformers face of one :class:`kvbits.cache.LayerCache`."""
-
-    is_compileable = False
-    is_croppable = True
-
-    def __init__(self, core: LayerCache, columns: Columns, name: str) -> None:
-        # Not CacheLayerMixin.__init__: keys and values are properties here.
-        self.core, self.columns, self.name = core, columns, name
-        self.is_sliding = core.window is not None
-        self.is_initialized = False
-        self.trace = Trace()
-        self.before: Before | None = None
-        self.swallowed = False
-        self._forward = 0
-
-    def __repr__(self) -> str:
-        return f"PackedLayer({self.core.scheme})"
-
-    @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Decoded keys ``[B, H, T, D]``, computed anew at each look; None while empty."""
-        return None if self.core.keys is None else self.core.view().dense()[0]
-
-    @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Decoded values ``[B, H, T, D]``, computed anew at each look; None while empty."""
-        return None if self.core.keys is None else self.core.view().dense()[1]
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to prepare: the first update sees the real shapes."""
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new columns and return what attention sees, as tensors or as handles."""
-        before = self.core.columns
-        view = self.take(key_states, value_states)
-        if before == 0:
-            return key_states, value_states  # attention over a prompt uses the exact K and V it has just computed
-        ends = self.swallowed and torch.is_grad_enabled()
-        if view is None and not any(self.core.packed_blocks):
-            keys, values = self.core.exact()
-            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
-        view = self.core.view() if view is None else view
-        if view.blocks.longest == 0 and view.share is None:
-            keys, values = view.dense()
-            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
-        return Pair(view, self.trace, ends).handles()
-
-    def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KVView | None:
-        """Store the new columns. Returns what attention sees, or None where that is what is held now."""
-        if self.columns.forward == self._forward:
-            raise RuntimeError(
-                f"{self.name}: updated outside of a forward of the model that this cache was made for; use "
-                "kvbits.cache_for(model, scheme) with the very model that runs, and keep it enabled"
-            )
-        before, (batch, _, added, _) = self.core.columns, key_states.shape
-        rows = self.columns.advance(before, batch, added)
-        undo, view = self.core.before(), None
-        self.before = undo  # an interruption may come anywhere below
-        if not self.core.step(key_states, value_states, rows):
-            view = self.core.append(key_states, value_states, rows)
-            # Until the forward ends. Where nothing was packed, undoing needs no buffer, and an outgrown one may go.
-            grown = undo.counts == tuple(self.core.packed_blocks) and undo.keys is not None
-            self.before = undo._replace(keys=self.core.keys, values=self.core.values) if grown else undo
-        self._forward, self.is_initialized = self.columns.forward, True
-        self.trace.outcome = "stock"
-        if torch.is_grad_enabled():
-            self.swallowed = self.swallowed or key_states.requires_grad or value_states.requires_grad
-        return view
-
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Length and offset of the mask for the next call."""
-        if isinstance(query_length, torch.Tensor):  # Transformers before 5.5 hands over cache positions
-            query_length = query_length.shape[0]
-        if self.core.window is None:
-            return self.core.columns + query_length, 0
-        offset = max(0, self.core.columns - self.core.window + 1)
-        return self.core.columns - offset + query_length, offset
-
-    def get_seq_length(self) -> int:
-        """Columns seen so far, padding included."""
-        return self.core.columns
-
-    def get_max_length(self) -> int:
-        """-1: no limit; the window of a sliding layer."""
-        return -1 if self.core.window is None else self.core.window
-
-    get_max_cache_shape = get_max_length  # its name before Transformers 5.10
-
-    offload = prefetch = _refuse_offloading
-
-    def fork(self, columns: Columns) -> PackedLayer:
-        """The same for another cache; see :meth:`KVCache.fork`."""
-        twin = type(self)(self.core.fork(), columns, self.name)
-        twin.is_initialized, twin.swallowed = self.is_initialized, self.swallowed
-        return twin
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.core.reset()
-        self.is_initialized, self.before, self.swallowed = False, None, False
-        self._forward = self.columns.forward
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Select rows of this layer alone; use the method of the cache, which keeps all layers in step."""
-        self.core.select_rows(beam_idx)
-
-    batch_select_indices = reorder_cache
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat rows of this layer alone; use the method of the cache."""
-        self.core.select_rows(torch.arange(self.core.rows.batch).repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Crop this layer alone; use the method of the cache."""
-        self.core.crop(columns_to_crop(tokens_to_remove, self.core.columns))
-
-
-def columns_to_crop(tokens: int, columns: int) -> int:
-    """How many of ``columns`` to take back: ``-tokens`` if negative, else all beyond the first ``tokens``.
-
-    Transformers counts what to remove, as a negative number; before 5.13 a positive one was the length to keep.
-    """
-    return min(-tokens, columns) if tokens <= 0 else max(0, columns - tokens)
 
 
 class KVCache(Cache):
@@ -316,7 +175,7 @@ class KVCache(Cache):
             if isinstance(layer, PackedLayer):
                 done = layer.before is None or layer.core.undo(layer.before)
             else:
-                done = columns is not None and _cropped(layer, columns)
+                done = columns is not None and cropped(layer, columns)
             self._broken = self._broken or not done
         self.columns.replace(self._start)
 
@@ -429,7 +288,7 @@ class KVCache(Cache):
             raise ValueError(f"only a cache of one row without padding can be cut like this, not of {rows.batch}")
         if columns >= rows.columns:
             return rows.columns
-        if not all(isinstance(layer, PackedLayer) or _is_cut_anywhere(layer) for layer in self.layers):
+        if not all(isinstance(layer, PackedLayer) or is_cut_anywhere(layer) for layer in self.layers):
             return 0
         before = columns + 1
         while columns < before:  # where late sinks differ, blocks of one layer end elsewhere than those of another
@@ -453,7 +312,7 @@ class KVCache(Cache):
 
     __copy__ = fork
 
-    offload = prefetch = _refuse_offloading
+    offload = prefetch = refuse_offloading
 
     def reset(self) -> None:
         """Empty every layer; the cache can then hold another batch."""
@@ -470,13 +329,6 @@ class KVCache(Cache):
         self.columns.replace(Rows())
 
 
-def _is_cut_anywhere(layer: Any) -> bool:
-    """Whether a layer of the model's own type can be cropped to any length: it has no state, and no full window."""
-    if type(layer) is DynamicSlidingWindowLayer:
-        return layer.get_seq_length() < layer.sliding_window
-    return not any(isinstance(x, (torch.Tensor, dict)) for x in vars(layer).values())
-
-
 def nbytes_of(caches: Iterable[KVCache]) -> ByteCount:
     """Bytes really allocated by several caches together: what forks share counts once."""
     seen: set[int] = set()
@@ -485,32 +337,3 @@ def nbytes_of(caches: Iterable[KVCache]) -> ByteCount:
 
 def no_model() -> None:
     """In place of the reference to a model."""
-
-
-def _cropped(layer: DynamicLayer, columns: int) -> bool:
-    """Take back what a layer of the model's own type got last, if it can."""
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-        return False
-    try:
-        layer.crop(-columns)
-    except (RuntimeError, ValueError):  # a full window that was not told to record
-        return False
-    return True
-
-
-def storage_bytes(layer: Any) -> int:
-    """Bytes of the distinct tensor storages that a stock layer holds, also inside tensors made of tensors."""
-    seen: dict[int, int] = {}
-    waiting = [vars(layer)]
-    while waiting:
-        thing = waiting.pop()
-        if isinstance(thing, torch.Tensor) and is_traceable_wrapper_subclass(thing):
-            waiting.extend(getattr(thing, name) for name in thing.__tensor_flatten__()[0])
-        elif isinstance(thing, torch.Tensor):
-            # By the storage itself: on the meta device every address is 0.
-            seen[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
-        elif isinstance(thing, dict):
-            waiting.extend(thing.values())
-        elif isinstance(thing, (list, tuple)):
-            waiting.extend(thing)
-    return sum(seen.values())

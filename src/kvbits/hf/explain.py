@@ -15,7 +15,7 @@ from kvbits.files import Calibration
 from kvbits.heads import Heads
 from kvbits.hf.attach import attached, cache_for, disable, refuse_unless_served
 from kvbits.hf.attention import STOCK_OF
-from kvbits.hf.cache import PackedLayer
+from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import cache_name
 from kvbits.library import instruction_set
 from kvbits.scheme import Scheme

@@ -13,8 +13,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from kvbits.hf.attach import cache_for
-from kvbits.hf.cache import KVCache, storage_bytes
+from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
+from kvbits.hf.stock import storage_bytes
 from kvbits.scheme import Scheme
 
 

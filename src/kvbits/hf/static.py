@@ -20,7 +20,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvbits.codecs import Exact
-from kvbits.hf.cache import KVCache, PackedLayer, no_model
+from kvbits.hf.cache import KVCache, no_model
+from kvbits.hf.layer import PackedLayer
 from kvbits.library import why_triton_is_off
 from kvbits.ring import RingLayer
 from kvbits.static import StaticLayer, why_not

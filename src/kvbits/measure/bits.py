@@ -14,8 +14,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
 from kvbits.cache import LayerCache
-from kvbits.hf.cache import KVCache, storage_bytes
+from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
+from kvbits.hf.stock import storage_bytes
 from kvbits.measure.setting import SEED
 
 LONG_TOKENS = 8000

@@ -17,7 +17,9 @@ from transformers.cache_utils import DynamicLayer
 
 from kvbits.files import Calibration, refuse_uncalibrated
 from kvbits.hf.attach import cache_for
-from kvbits.hf.cache import KVCache, PackedLayer, storage_bytes
+from kvbits.hf.cache import KVCache
+from kvbits.hf.layer import PackedLayer
+from kvbits.hf.stock import storage_bytes
 from kvbits.scheme import Scheme
 
 EXACT = "hf:dynamic"

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from transformers import Cache, PreTrainedModel
 
-from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.cache import KVCache
 from kvbits.hf.explain import reason
+from kvbits.hf.layer import PackedLayer
 from kvbits.scheme import BLOCKS, RESIDUAL_TOKENS, Scheme
 
 FEW_PACKED = 0.5

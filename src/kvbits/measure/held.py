@@ -15,7 +15,8 @@ import torch
 from transformers import Cache
 
 from kvbits.codecs import Exact
-from kvbits.hf.cache import KVCache, PackedLayer
+from kvbits.hf.cache import KVCache
+from kvbits.hf.layer import PackedLayer
 from kvbits.measure import caches
 from kvbits.scheme import BLOCKS, Scheme
 

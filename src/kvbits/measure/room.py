@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvbits.calibration import available_bytes
+from kvbits.calibration.plan import available_bytes
 from kvbits.hf.names import cache_name
 from kvbits.measure.caches import EXACT, PEERS
+from kvbits.record import Record
 from kvbits.scheme import Scheme
-from kvbits.store import Record
 
 _GROUP = 64
 """Elements that share a scale and a zero in Transformers' quantized caches."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvbits.calibration import sample_ids
+from kvbits.calibration.text import sample_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,9 +20,10 @@ from kvbits.files import Calibration
 from kvbits.fingerprint import digest, weights
 from kvbits.heads import Heads
 from kvbits.hf.attach import Kind, learned_by, make_cache, refuse_unless_served
-from kvbits.hf.cache import KVCache, PackedLayer, columns_to_crop
+from kvbits.hf.cache import KVCache
 from kvbits.hf.columns import Columns
 from kvbits.hf.handle import Pair
+from kvbits.hf.layer import PackedLayer, columns_to_crop
 from kvbits.hf.rotary import Rotaries
 from kvbits.hf.tokens import TokenIds
 from kvbits.parallel import slices

@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from kvbits.attend import KVView, Share, Transform
-from kvbits.cache import Encoded, LayerCache, Work
+from kvbits.cache import LayerCache
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
+from kvbits.packing import Encoded, Work
 from kvbits.parallel.join import Sliced, Together
 from kvbits.parallel.ranks import Ranks
 from kvbits.rotary import Rotary

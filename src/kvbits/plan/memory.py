@@ -1,6 +1,6 @@
 """Bytes that a cache really takes, foretold: those of a live ``KVCache`` after the same calls, to the byte.
 
-Nothing is allocated. Records come from :class:`kvbits.store.Record`, room from :mod:`kvbits.growth`, what a codec
+Nothing is allocated. Records come from :class:`kvbits.record.Record`, room from :mod:`kvbits.growth`, what a codec
 learns from ``Codec.fit`` itself: the cache allocates by the same. What is left to foretell is the order of events, and
 that depends on the :class:`History`: a cache that grew step by step has room in hand that one prompt does not.
 
@@ -20,8 +20,8 @@ import torch
 from kvbits.codecs import Codec
 from kvbits.growth import Limits, pool_blocks, table_columns
 from kvbits.plan.shapes import Attention, Layer, Shape
+from kvbits.record import Record
 from kvbits.scheme import RESIDUAL_TOKENS, Scheme
-from kvbits.store import Record
 from kvbits.turns import ALONE, Turns
 from kvbits.types import ByteCount
 
@@ -158,7 +158,7 @@ def own_bytes(layer: Layer, history: History, batch: int, source: int = 0) -> in
 
 @functools.cache
 def record_of(scheme: Scheme, attention: Attention) -> Record:
-    """A block of one KV head; see :meth:`kvbits.store.Record.of`."""
+    """A block of one KV head; see :meth:`kvbits.record.Record.of`."""
     return Record.of(
         scheme.key, scheme.value, scheme.block, attention.key_channels, attention.value_channels,
         attention.key_dtype, attention.value_dtype,

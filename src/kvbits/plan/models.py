@@ -32,9 +32,11 @@ from transformers import (
 from transformers.utils import logging as verbosity
 
 from kvbits.hf.attach import refuse_unless_served, storable
-from kvbits.hf.cache import storage_bytes
+from kvbits.hf.frequencies import Unrotatable
 from kvbits.hf.names import cache_name
-from kvbits.hf.rotary import Recorder, Unreadable, Unrotatable, rotaries
+from kvbits.hf.probe import Recorder
+from kvbits.hf.rotary import Unreadable, rotaries
+from kvbits.hf.stock import storage_bytes
 from kvbits.plan.presets import PRESETS
 from kvbits.plan.shapes import MOST_LAYERS, Attention, Layer, Shape, Weights, Widths
 

@@ -46,7 +46,7 @@ class Named:
 
     @staticmethod
     def parse(text: str) -> Named:
-        """Read the grammar of :mod:`kvbits.scheme`, and ``fp16`` and ``bf16`` for ``exact``. Raises ValueError."""
+        """Read the grammar of :mod:`kvbits.grammar`, and ``fp16`` and ``bf16`` for ``exact``. Raises ValueError."""
         name = text.strip()
         return Named(name, Scheme.parse("exact" if name.lower() in EXACT_NAMES else name))
 

@@ -19,9 +19,10 @@ from kvbits.attend.rotate import rotate
 from kvbits.codecs import Codec
 from kvbits.encode import encode
 from kvbits.numerics import bitpack, hadamard
+from kvbits.record import Record, Slot
 from kvbits.rows import Rows
 from kvbits.scheme import BLOCK_TOKENS, BLOCKS, RESIDUAL_TOKENS, SINK_TOKENS, Scheme
-from kvbits.store import Blocks, Record, Slot
+from kvbits.store import Blocks
 from kvbits.types import Packed, Params
 
 _AT_ONCE = 8

@@ -13,22 +13,24 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from kvbits import __version__, fingerprint
+from kvbits.calibration.plan import Checkpointing, foresee, size
+from kvbits.calibration.text import longest_text, refuse_foreign, sample_ids
 from kvbits.catalogue import CATALOGUE
 from kvbits.codecs import Codec
 from kvbits.files import ABOUT, FORMAT, WEIGHTS, Calibration, Side, about_tensors, alone, replacing, save_tensors
 from kvbits.fitting import SHORTEST, Fit, Samples, fit_layer
 from kvbits.heads import Heads
-from kvbits.scheme import SINK_TOKENS, Scheme, parse_codec
+from kvbits.scheme import SINK_TOKENS, Scheme
+from kvbits.spelling import parse_codec
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLES, LENGTH = 16, 2048
 """As in KVQuant, section 4.1."""
@@ -39,52 +41,9 @@ VALUES = tuple(name.replace("-static", "-token") for name in KEYS)
 BOTH = ("int4-calibrated", "fp8-calibrated")
 """What is fitted where no scheme is named, beside what the catalogue has."""
 
-Checkpointing: TypeAlias = Literal["auto", "on", "off"]
 Report: TypeAlias = Callable[[str, int, int], None]
 
 _SAMPLES, _RUN = "samples", "run.json"
-_BYTES_TO_FIT = 128
-"""Per element of one layer's samples: the float32 forms of it, its gradients, and what sorting and k-means take."""
-
-_BACKWARD = 1.5
-"""Memory that a forward and its backward reach, over what is kept between them (SmolLM2, 512 tokens: 1.45)."""
-
-_SPARE = 0.8
-"""Share of the available memory that a run may take before it is checkpointed."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will take, before it starts.
-
-    Attributes:
-        samples, length: how much text.
-        done: samples that an earlier run has left.
-        disk_bytes: of all samples together.
-        peak_bytes: of memory above the model's, on its device: an estimate.
-        available_bytes: of that memory; None where that is not known.
-        checkpointing: whether layers are computed twice in order to need less.
-    """
-
-    samples: int
-    length: int
-    done: int
-    disk_bytes: int
-    peak_bytes: int
-    available_bytes: int | None
-    checkpointing: bool
-
-    def __str__(self) -> str:
-        gone = f", {self.done} of them already there" if self.done else ""
-        room = "" if self.available_bytes is None else f" of {_size(self.available_bytes)} available"
-        how = " with gradient checkpointing" if self.checkpointing else ""
-        text = (
-            f"{self.samples} x {self.length} tokens{gone}; about {_size(self.peak_bytes)} of memory above the model's"
-            f"{room}{how}; {_size(self.disk_bytes)} on disk for the samples"
-        )
-        if self.available_bytes is not None and self.peak_bytes > self.available_bytes:
-            text += ". That is more than there is: expect it to fail, and take a smaller length"
-        return text
 
 
 def calibrate(
@@ -117,7 +76,7 @@ def calibrate(
             run was interrupted there, it goes on. None keeps nothing on disk.
         checkpointing: compute activations twice: ``on``, ``off``, or ``auto``, where memory would not do otherwise.
         keep_samples: leave the samples in ``out/samples``, so that more can be fitted without collecting again.
-        tell: gets one sentence on what it will take, before it starts (see :class:`Plan`).
+        tell: gets one sentence on what it will take, before it starts (see :class:`kvbits.calibration.plan.Plan`).
         report: gets stage, steps done and steps in all, after each step.
 
     Raises:
@@ -228,14 +187,14 @@ class _Job:
             with replacing(run) as beside:
                 beside.write_text(json.dumps(self.about), encoding="utf-8")
         done = sum(self.done())
-        plan = _plan(self.model, self.ids, done, checkpointing, self.about["sinks"])
+        plan = foresee(self.model, self.ids, done, checkpointing, self.about["sinks"])
         self.checkpointing = plan.checkpointing
         if tell is not None:
             tell(str(plan))
         needed, free = plan.disk_bytes * (len(self.ids) - done) // len(self.ids), shutil.disk_usage(self.folder).free
         if needed > free:
             raise ValueError(
-                f"the samples need {_size(needed)} on disk, but {self.folder} has {_size(free)} free; give another "
+                f"the samples need {size(needed)} on disk, but {self.folder} has {size(free)} free; give another "
                 "out, or fewer samples"
             )
 
@@ -303,73 +262,6 @@ def _default(side: Side) -> list[Codec]:
     return list(dict.fromkeys(known + [codec for codec in listed if codec.needs_calibration]))
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
-def sample_ids(
-    texts: str | Sequence[str] | torch.Tensor,
-    tokenizer: PreTrainedTokenizerBase | None,
-    samples: int,
-    length: int,
-    longest: int | None = None,
-    *,
-    what: str = "samples",
-    spread: bool = True,
-) -> torch.Tensor:
-    """Token ids of the samples, int64 ``[N, T]``: windows evenly spaced over the text, the same every time.
-
-    Each begins with what the tokenizer puts before a text (Llama's ``<s>``), as in use. Ids are taken as they are.
-
-    Args:
-        texts: one or several, which are joined; or token ids.
-        tokenizer: the model's, for text.
-        samples, length: how many windows of how many tokens.
-        longest: tokens that the model was made for, if that is known.
-        what: what errors call the samples.
-        spread: False takes windows one after the other from the start of the text.
-    """
-    if isinstance(texts, torch.Tensor):
-        if texts.ndim != 2 or texts.is_floating_point() or not texts.numel():
-            raise ValueError(f"token ids are int64 [N, T], not {texts.dtype} {tuple(texts.shape)}")
-        return texts.detach().cpu().long()
-    if tokenizer is None:
-        raise TypeError("text needs the model's tokenizer: pass tokenizer=, or token ids in place of text")
-    if samples < 1 or length < 1:
-        raise ValueError(f"{samples} {what} of {length} tokens are none; give 1 or more")
-    if longest is not None and length > longest:
-        raise ValueError(f"length {length} is more than the {longest} tokens that the model was made for")
-    text = texts if isinstance(texts, str) else "\n\n".join(texts)
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
-    first = [x for x in tokenizer("")["input_ids"] if x == tokenizer.bos_token_id][:1]
-    body = length - len(first)
-    windows = len(ids) // body if body else 0
-    if windows < samples:
-        shorter = len(ids) // samples + len(first)
-        hints = ["a longer text", *([f"{what} {windows}"] if windows else [])]
-        hints += [f"length {shorter}"] if shorter > 1 + len(first) else []
-        raise ValueError(
-            f"the text has {len(ids)} tokens, enough for {windows} {what} of {length}; give {', or '.join(hints)}"
-        )
-    starts = [(i * windows // samples if spread else i) * body for i in range(samples)]
-    return torch.stack([torch.cat([torch.tensor(first, dtype=torch.int64), ids[s : s + body]]) for s in starts])
-
-
-def longest_text(config: PretrainedConfig) -> int | None:
-    """Tokens that a model was made for; None where its configuration does not say."""
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 0 else None
-
-
-def refuse_foreign(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """Raise ValueError for token ids that a model does not know."""
-    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise ValueError(
-            f"token ids from {int(ids.min())} to {int(ids.max())} are not all among the {vocabulary} that the model "
-            "knows: they are another model's"
-        )
-
-
 def _earlier(folder: Path, about: dict[str, Any]) -> Calibration | None:
     """The calibration in ``folder``, if there is one; refused where it is of something else."""
     if not (folder / ABOUT).is_file():
@@ -384,65 +276,3 @@ def _refuse_other(what: str, there: Any, here: dict[str, Any]) -> None:
     differs = [name for name in here if not isinstance(there, dict) or there.get(name) != here[name]]
     if differs:
         raise ValueError(f"{what}, which differs in {', '.join(differs)}; give another folder, or delete it")
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def _plan(model: PreTrainedModel, ids: torch.Tensor, done: int, checkpointing: Checkpointing, sinks: int) -> Plan:
-    from kvbits.hf.collect import GRADIENT_DTYPE, LOGITS_TOKENS, decoder_layers, probe
-
-    samples, tokens = ids.shape
-    short, long = max(2, min(32, tokens // 2)), min(64, tokens)
-    (few, _), (many, states) = probe(model, short), probe(model, long)
-    # Activations grow with the text, and where attention keeps its weights also with its square.
-    square = max(0.0, (many / long - few / short) / (long - short))
-    activations = (few / short - square * short + square * tokens) * tokens
-    elements = sum(x.numel() for x in states.values()) // long * tokens
-    kept = elements * (model.dtype.itemsize + GRADIENT_DTYPE.itemsize)
-    config, size = model.config.get_text_config(decoder=True), model.dtype.itemsize
-    logits = config.vocab_size * (2 * size * tokens + 3 * 4 * min(tokens, LOGITS_TOKENS))
-    layers = len(decoder_layers(model))
-    host = kept if model.device.type == "cpu" else 0
-    plain = int(_BACKWARD * (activations + logits) + host)
-    inputs = layers * tokens * config.hidden_size * size
-    twice = int(_BACKWARD * (2 * activations / layers + inputs + logits) + host) if layers else plain
-    available = available_bytes(model.device)
-    if checkpointing == "on" and not layers:
-        raise ValueError(f"{type(model).__name__} has no layers that could be checkpointed; give checkpointing='off'")
-    again = checkpointing == "on" or (
-        checkpointing == "auto" and available is not None and plain > _SPARE * available and twice < plain
-    )
-    largest = max((x.numel() for x in states.values()), default=0) // long
-    fitting = largest * (tokens - sinks) * samples * _BYTES_TO_FIT
-    return Plan(samples, tokens, done, kept * samples, max(twice if again else plain, fitting), available, again)
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Memory that a process can still take on a device; None where that is not known."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    if device.type != "cpu":
-        return None
-    found = []
-    with_text = _read(Path("/proc/meminfo"))
-    if "MemAvailable:" in with_text:
-        found.append(int(with_text.split("MemAvailable:")[1].split()[0]) * 1024)
-    # A container's own limit (cgroup v2), of which the page cache gives way.
-    limit, used = (_read(Path(f"/sys/fs/cgroup/memory.{name}")).strip() for name in ("max", "current"))
-    if limit.isdigit() and used.isdigit():
-        cache = _read(Path("/sys/fs/cgroup/memory.stat")).partition("inactive_file ")[2].split()
-        found.append(max(0, int(limit) - int(used) + (int(cache[0]) if cache else 0)))
-    return min(found) if found else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
