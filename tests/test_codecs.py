@@ -722,7 +722,7 @@ class Wary(Affine):
 
 def test_a_cache_asks_every_codec_that_has_something_to_say() -> None:
     assert [parse_codec(name).saturates for name in ("int4", "nf4", "fp8", "exact")] == [False] * 4
-    assert parse_codec("fp8-static").saturates and parse_codec("nuq3").saturates and Wary(4).saturates
+    assert parse_codec("fp8-static").saturates and parse_codec("nuq3-static").saturates and Wary(4).saturates
 
 
 def test_only_static_scales_are_calibrated_or_static() -> None:
