@@ -23,7 +23,7 @@ from typing import Any
 from common import prose, write
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from vllm_job import save
+from small import save
 
 OWN = "vLLM's own"
 ENGINES = {OWN: {}, "vLLM's own, fp8": {"kv_cache_dtype": "fp8"}, "int4": {}, "fp8": {}}

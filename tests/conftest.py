@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
+    from pathlib import Path
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,17 +24,51 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Processes that run tests side by side have it, and then consoles are as wide, whatever a test asks for.
 os.environ.pop("COLUMNS", None)
 
+# They share the cores of the machine, and so do the programs that they start.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of tests are objects that all stay: looking for garbage among them, now or later, is lost time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 @pytest.fixture(scope="session")
-def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct and its tokenizer, loaded once; tests leave the model disabled."""
-    from kvbits.hf.loading import DEFAULT_MODEL, embedded_model, load_model, load_tokenizer
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct and its tokenizer as a folder: see :mod:`small`."""
+    import small
+    from kvbits.hf.loading import embedded_model
 
     try:
         embedded_model()
     except FileNotFoundError as missing:
         pytest.skip(str(missing))
-    return load_model(DEFAULT_MODEL), load_tokenizer(DEFAULT_MODEL)
+    return small.shared(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct and its tokenizer, loaded once; tests leave the model disabled."""
+    from kvbits.hf.loading import load_model, load_tokenizer
+
+    return load_model(str(smollm2_folder)), load_tokenizer(str(smollm2_folder))
+
+
+@pytest.fixture
+def smollm2_from_folder(smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called ``smollm2`` is read from that folder in this process."""
+    from kvbits.hf import loading
+
+    where = loading.where
+    here = (str(smollm2_folder), {})
+    monkeypatch.setattr(loading, "where", lambda name: here if name == loading.DEFAULT_MODEL else where(name))
 
 
 @pytest.fixture(scope="module")

@@ -478,11 +478,11 @@ class Terminal:
 
 
 @pytest.mark.model
-def test_a_terminal_with_smollm2(smollm2: Any, tmp_path: Path) -> None:
+def test_a_terminal_with_smollm2(smollm2: Any, smollm2_folder: Path, tmp_path: Path) -> None:
     """Ctrl-C at the prompt and in an answer, kill -9 in the middle of the next one, and the session is there."""
     model, words = smollm2
     path = tmp_path / "session"
-    one = Terminal("smollm2", "--session", path, "--temperature", "0", "--max-new-tokens", "300")
+    one = Terminal(smollm2_folder, "--session", path, "--temperature", "0", "--max-new-tokens", "300")
     one.wait_for("> ")
     one.interrupt_until("Ctrl-D leaves")
     one.wait_for("> ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import json
@@ -86,14 +85,12 @@ def generate() -> types.ModuleType:
 
 
 @pytest.mark.model
-def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("smollm2_from_folder")
+def test_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     import transformers
-    from transformers import AutoModelForCausalLM
 
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
         pytest.skip("README writes cache=, which is past_key_values= before Transformers 5.24")
-    # The page loads the same weights twice; once is slow enough.
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", functools.cache(AutoModelForCausalLM.from_pretrained))
     page = ROOT / "README.md"
     snippets, namespace = python(page), {"__name__": "readme"}
     assert len(snippets) >= 4
@@ -115,11 +112,20 @@ def test_readme_hub_snippet_is_python() -> None:
     }
 
 
-SAVED = [pytest.param(name, marks=pytest.mark.model) for name in ("chat", "save", "static")]
-
-
-@pytest.mark.parametrize("name", ["calibration", "journey", "measure", "plan", "schemes", *SAVED])
+@pytest.mark.parametrize("name", ["calibration", "journey", "measure", "plan", "schemes"])
 def test_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_snippets(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("smollm2_from_folder")
+@pytest.mark.parametrize("name", ["chat", "save", "static"])
+def test_snippets_with_smollm2_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_snippets(name, tmp_path, monkeypatch)
+
+
+def run_snippets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snippets of one page, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / f"{name}.md"
     torch.manual_seed(0)

@@ -243,14 +243,13 @@ def test_the_inductor_compiles_it_once(counted: Any) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("backend", ("eager", pytest.param("inductor", marks=pytest.mark.slow)))
-def test_smollm2_in_one_graph(
-    backend: str, smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], counted: Any
-) -> None:
+@pytest.mark.slow
+def test_smollm2_in_one_graph(smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], counted: Any) -> None:
+    """By the inductor; docs/static.md shows it with the backend that leaves the graph as it is."""
     model, tokenizer = smollm2
     ids = tokenizer("The history of the lighthouse begins with a fire on a hill, and", return_tensors="pt").input_ids
     cache = prefilled(model, "default,residual=8,block=32", ids)
-    forward, counter = counted(model, backend)
+    forward, counter = counted(model, "inductor")
     frozen = kvbits.freeze(cache, capacity=96)
     got = decode(model, frozen, ids, 70, forward=forward, advance=True)
     expected = decode(model, cache, ids, 70)

@@ -36,8 +36,8 @@ Many: TypeAlias = tuple[list[list[int]], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return vllm_job.save(tmp_path_factory.mktemp("smollm2"))
+def folder(smollm2_folder: Path) -> str:
+    return str(smollm2_folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,4 @@
-"""One run of vLLM, in a process of its own: ``python vllm_job.py JOB FILE``, JSON in and JSON out.
-
-``save`` writes the small model as a folder that vLLM reads.
-"""
+"""One run of vLLM, in a process of its own: ``python vllm_job.py JOB FILE``, JSON in and JSON out."""
 
 from __future__ import annotations
 
@@ -14,24 +11,6 @@ from pathlib import Path
 from typing import Any
 
 SPACE_GB = 1
-
-
-def save(folder: Path) -> str:
-    """SmolLM2-135M-Instruct in float32, and its tokenizer; what was read from GGUF cannot be saved as it is."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from kvbits.hf.loading import DEFAULT_MODEL, load_model, load_tokenizer
-
-    read = load_model(DEFAULT_MODEL, dtype=torch.float32)
-    config = read.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    plain.load_state_dict(read.state_dict())
-    plain.save_pretrained(folder)
-    load_tokenizer(DEFAULT_MODEL).save_pretrained(folder)
-    return str(folder)
 
 
 def save_tiny(folder: Path) -> str:
