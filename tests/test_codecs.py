@@ -781,12 +781,16 @@ def brute_force_error(z: torch.Tensor, weights: torch.Tensor, table: torch.Tenso
 
 
 def brute_force_kmeans(z: torch.Tensor, weights: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Lloyd's algorithm on the samples themselves from ``table`` on, in float64."""
-    z, weights, table = z.flatten(), weights.flatten(), table.double()
+    """Lloyd's algorithm on the samples themselves from ``table`` on, in float64.
+
+    In the order of their size those of a level are neighbours, and sums over them are differences of running sums.
+    """
+    z, order = z.flatten().sort()
+    weights, table = weights.flatten()[order], table.double()
+    mass, moment = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (weights, weights * z))
     for _ in range(300):
-        code = (z[:, None] - table).abs().argmin(1)
-        mass = torch.zeros_like(table).index_add_(0, code, weights)
-        moved = torch.zeros_like(table).index_add_(0, code, weights * z) / mass
+        ends = [0, *torch.searchsorted(z, (table[1:] + table[:-1]) / 2).tolist(), len(z)]
+        moved = moment[ends].diff() / mass[ends].diff()
         if float((moved - table).abs().amax()) < 1e-12:
             break
         table = moved
