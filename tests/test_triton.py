@@ -221,12 +221,12 @@ def test_chunks_of_a_prompt(scheme: str, counts: tuple[int, ...]) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("queries", (1, 6))
+@pytest.mark.parametrize(("shape", "queries"), [(PLAIN, 1), (Shape(1, 3, 20, 12), 6)], ids=("step", "chunk"))
 @pytest.mark.parametrize("feature", FEATURES)
-def test_masks_caps_windows_and_sinks(feature: str, queries: int) -> None:
-    view = view_of(PLAIN, (90, queries))
-    options = FEATURES[feature](view, PLAIN.heads * PLAIN.groups, queries)
-    call = Call(query_for(view, PLAIN, queries), view, 0.2, **options)
+def test_masks_caps_windows_and_sinks(feature: str, shape: Shape, queries: int) -> None:
+    view = view_of(shape, (90, queries))
+    options = FEATURES[feature](view, shape.heads * shape.groups, queries)
+    call = Call(query_for(view, shape, queries), view, 0.2, **options)
     assert_right(call)
     without = Call(call.query, view, 0.2)
     assert not torch.allclose(reference.run(call), reference.run(without), atol=1e-3)  # the feature does something
@@ -344,7 +344,7 @@ def test_outliers(bits: int, per: str, group: int, roped: bool, dtype: torch.dty
         view = dataclasses.replace(view, key_transform=Transform(rope=angles_for(view, 16)))
     call = Call(query_for(view, shape, 1), view, 0.2)
     assert_right(call)
-    if roped or dtype == torch.bfloat16:
+    if roped or dtype == torch.bfloat16 or per == "channel":  # the kernel reads them the same way
         return
     right = run(call)
     for part in ("outlier_index", "outlier_value"):
