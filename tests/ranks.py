@@ -1,22 +1,26 @@
 """Several processes on this machine, as torchrun starts them, and what each of them found.
 
-As a program it is one of them: it runs the functions of :mod:`scenes` that it is told, and prints what they return.
+As a program it is all of them: they run the functions of :mod:`scenes` that it is told, and print what they return.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 SECONDS = 900
 """A machine may have other things to do."""
+
+STREAMS = ("out", "err")
 
 
 class Ended:
@@ -45,32 +49,50 @@ def run(world: int, *scenes: str, **environment: str) -> list[Ended]:
         **os.environ, **environment, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LOCAL_WORLD_SIZE": str(world),
     }  # fmt: skip
-    started = []
-    for rank in range(world):
-        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, str(HERE / "ranks.py"), *scenes]
-        started.append(
-            subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE)
-        )
-    try:
-        until = time.monotonic() + SECONDS
-        ended = []
-        for process in started:
-            out, error = process.communicate(timeout=max(1.0, until - time.monotonic()))
-            ended.append(Ended(process.returncode, out, error))
-        return ended
-    finally:
-        for process in started:
-            process.kill()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [sys.executable, str(HERE / "ranks.py"), name, *scenes]
+        process = subprocess.Popen(command, env=shared, cwd=HERE, start_new_session=True)
+        try:
+            process.wait(SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        codes = json.loads((folder / "codes").read_text())
+        texts = [[(folder / f"{rank}.{stream}").read_text() for stream in STREAMS] for rank in range(world)]
+        return [Ended(code, *text) for code, text in zip(codes, texts, strict=True)]
 
 
 def main() -> None:
+    """Fork the ranks, which takes a fraction of what importing everything in each of them would, and wait for them."""
+    import scenes  # noqa: F401
+
+    folder = Path(sys.argv[1])
+    ranks = [fork(rank, folder) for rank in range(int(os.environ["WORLD_SIZE"]))]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    (folder / "codes").write_text(json.dumps(codes))
+
+
+def fork(rank: int, folder: Path) -> int:
+    """One rank, which writes into files of its own and does not return; its number as a process."""
+    if process := os.fork():
+        return process
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for number, stream in enumerate(STREAMS, start=1):
+        os.dup2(os.open(folder / f"{rank}.{stream}", os.O_WRONLY | os.O_CREAT), number)
+    play(sys.argv[2:])
+    sys.exit()
+
+
+def play(names: list[str]) -> None:
+    """The scenes, as one rank."""
     import torch.distributed as dist
 
     import scenes
 
     dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
+    for name in names:
         print(json.dumps({name: getattr(scenes, name)()}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
