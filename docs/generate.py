@@ -352,6 +352,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "paper": measured_quality.paper_table,
         "prose": measured_quality.prose,
         "tasks": measured_quality.tasks,
+        "retrieval": measured_quality.retrieval,
         "batches": measured_speed.batches,
         "decode_8k": functools.partial(measured_speed.decode_speed, "decode_8k"),
     },

@@ -172,6 +172,26 @@ def tasks() -> str:
     return f"{table(head, cells, right=range(2, len(head)))}\n\n{measured_on(data, what)}"
 
 
+def retrieval() -> str:
+    """What ``kvbits retrieval`` found, all depths and lengths of a task together."""
+    data = result_if_any("retrieval")
+    if data is None:
+        return missing("retrieval", "kvbits retrieval smollm2 --haystack FILE --json bench/results/retrieval.json")
+    head = ("task", "scheme", "prompts", "found", "log probability of the answer")
+    cells = []
+    for task, scheme in dict.fromkeys((row["task"], row["scheme"]) for row in data["rows"]):
+        rows = [row for row in data["rows"] if (row["task"], row["scheme"]) == (task, scheme)]
+        prompts = sum(row["repeats"] for row in rows)
+        found, logprob = (sum(row[name] * row["repeats"] for row in rows) for name in ("accuracy", "logprob"))
+        cells.append([task, code(scheme), prompts, f"{found:.0f}", f"{logprob / prompts:.2f}"])
+    lengths, depths = (sorted({row[name] for row in data["rows"]}) for name in ("length", "depth"))
+    what = (
+        f"Model {data['model']} in {data['dtype']}, prompts of {' and '.join(map(str, lengths))} tokens out of "
+        f"{data['haystack']} with the answer at depths {', '.join(f'{depth:g}' for depth in depths)}."
+    )
+    return f"{table(head, cells, right=range(2, len(head)))}\n\n{measured_on(data, what)}"
+
+
 def on_texts(data: dict[str, Any]) -> str:
     """What was read, by ``bench/texts.py``."""
     files = "; ".join(f"{name}: {', '.join(of)}" for name, of in data["texts"].items())
