@@ -177,7 +177,7 @@ def _factors(
         factor = tl.reshape(tl.where(first, even, odd), (unit.shape[0], TILE.blocks, KEY.slice_groups))
         if KEY.zero:
             even, odd = per_channel(zeros, words, at, last, unit, home, KEY.zero_at, J, KEY, TILE, IN_ORDER)
-            queries = tl.zeros([1, 1, TILE.queries], tl.float32)
+            queries = tl.full([1, 1, TILE.queries], 0.0, tl.float32)
             zero = tl.where(first, even, odd)[:, :, None] + queries
             zero = tl.reshape(zero, (unit.shape[0], KEY.columns * TILE.queries))
     return factor, zero
