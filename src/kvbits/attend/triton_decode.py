@@ -169,7 +169,8 @@ def _mean(view: KVView, turn: Turn) -> torch.Tensor | None:
     if held is None or held[0] is not params or held[1] is not mean:
         zeros = -params["scale"].float() * params["zero"].float()
         memo[name] = held = (params, mean, (zeros if mean is None else zeros + mean).contiguous())
-    return held[2]
+    found: torch.Tensor = held[2]
+    return found
 
 
 def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
