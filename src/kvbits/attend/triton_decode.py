@@ -164,13 +164,9 @@ def _mean(view: KVView, turn: Turn) -> torch.Tensor | None:
     mean, params = view.key_transform.mean, view.key_params
     if turn.what != TURNED_KEYS or not static_zero(view.scheme.key.format):
         return None if mean is None else mean.float().contiguous()
-    memo, name = view.blocks.record.memo, "triton zeros"
-    held = memo.get(name)
-    if held is None or held[0] is not params or held[1] is not mean:
-        zeros = -params["scale"].float() * params["zero"].float()
-        memo[name] = held = (params, mean, (zeros if mean is None else zeros + mean).contiguous())
-    found: torch.Tensor = held[2]
-    return found
+    # Not kept: a frozen cache fills in what it learns later.
+    zeros = -params["scale"].float() * params["zero"].float()
+    return (zeros if mean is None else zeros + mean).contiguous()
 
 
 def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
