@@ -156,7 +156,9 @@ def _step_tables(view: KVView, rope: Rope, turn: Turn, parts: int) -> tuple[torc
 def _by_channel(x: torch.Tensor, turn: Turn, channels: int, still: float) -> torch.Tensor:
     """Of pairs ``[tokens, half]`` their channels' numbers, ``still`` in the others: ``[2, tokens, channels / 2]``."""
     both = x.repeat_interleave(2, 1) if turn.interleaved else x.repeat(1, 2)
-    return pad(both, (0, channels - 2 * turn.half), value=still).unflatten(1, (-1, 2)).permute(2, 0, 1)
+    wide = pad(both, (0, channels - 2 * turn.half), value=still)
+    by_parity: torch.Tensor = wide.unflatten(1, (-1, 2)).permute(2, 0, 1)
+    return by_parity
 
 
 def _mean(view: KVView, turn: Turn) -> torch.Tensor | None:
