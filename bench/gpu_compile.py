@@ -26,13 +26,12 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from kvbits.attend import triton_decode, triton_kernel
-from kvbits.attend.triton_shape import TURNED_KEYS, TURNED_MEAN, Shape, Turn, shape_for
+from kvbits.attend.triton_shape import TURNED_KEYS, TURNED_MEAN, Shape, Turn, shape_for, static_zero
 from kvbits.attend.triton_tuning import tuning_for
-from kvbits.numerics.groups import power_of_two
 from kvbits.record import Record
 from kvbits.scheme import Scheme
 
-SCHEMES = "int8,fp8,fp8-static,int4,kivi4,nf4,int3,int2,kivi2,default,small"
+SCHEMES = "int8,fp8,fp8-static,int4,kivi4,nf4,int3,int2,kivi2,default,small,nuq4,nuq3,nuq2,nuq3-1%"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PEAK = {"name": "H200", "multiprocessors": 132, "clock_ghz": 1.98, "copy_tb_s": 4.3, "schedulers": 4}
 """What the paper roofline is drawn for: clock and copy bandwidth as such a card was once seen to have them."""
@@ -58,7 +57,7 @@ def source_of(
     turn = Turn()
     if scheme.pre_rope or scheme.centred:
         what = TURNED_KEYS if scheme.pre_rope else TURNED_MEAN
-        turn = Turn(what, scheme.centred, channels // 2, power_of_two(channels // 2))
+        turn = Turn.of(what, scheme.centred or (scheme.pre_rope and static_zero(key)), channels // 2, False, channels)
     shape = shape_for(record, key, value, channels, channels, groups, triton_decode.PARTS[dtype], tuning, turn.what)
     constants = {
         **{"KEY": shape.key, "VALUE": shape.value, "TILE": shape.tile, "TURN": turn},
@@ -72,8 +71,6 @@ def source_of(
     kinds.update(dict.fromkeys(("query", "exact_query", "keys", "values"), exact))
     if scheme.key.rotates:
         kinds["query"] = "*fp32"
-    if turn.what == TURNED_KEYS:
-        kinds["step_cos"] = kinds["step_sin"] = "*fp32"
     source = ASTSource(
         fn=triton_kernel.attend_split,
         signature={name: kinds.get(name, "i32") for name in names},

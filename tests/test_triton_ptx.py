@@ -18,9 +18,13 @@ from kvbits.numerics import float8
 
 FOLDER = Path(kvbits.attend.__file__).parent / "triton_kernel"
 SOURCE = "".join((FOLDER / name).read_text(encoding="utf-8") for name in ("codes.py", "tables.py"))
-BLOCKS = re.findall(r'inline_asm_elementwise\(\s*f"""(.*?)"""', SOURCE, re.DOTALL)
+BLOCKS = re.findall(r'inline_asm_elementwise\(\s*f?"""(.*?)"""', SOURCE, re.DOTALL)
 
-TRUTH = {"0xEA": lambda a, b, c: (a & b) | c, "0xD8": lambda a, b, c: (a & ~c) | (b & c)}
+TRUTH = {
+    "0xEA": lambda a, b, c: (a & b) | c,
+    "0xD8": lambda a, b, c: (a & ~c) | (b & c),
+    "0xE2": lambda a, b, c: (a & b) | (c & ~b),
+}
 """What the tables of ``lop3`` stand for."""
 
 UNITS = torch.arange(2**16)
@@ -31,7 +35,7 @@ def ptx(sign: str, names: dict[str, int]) -> list[list[str]]:
     """Instructions of the block with ``sign`` in it, its constants filled in."""
     found = [block for block in BLOCKS if sign in block]
     assert len(found) == 1, f"{len(found)} blocks have {sign!r}"
-    text = eval(f'f"""{found[0]}"""', {}, names)
+    text = eval(f'f"""{found[0]}"""', {}, names) if "{{" in found[0] else found[0]
     lines = [line.strip() for line in text.strip().strip("{}").split(";")]
     return [re.split(r"[ ,]+", line) for line in lines if line and not line.startswith(".reg")]
 
@@ -51,8 +55,8 @@ def permute(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.T
     return result
 
 
-def run(program: list[list[str]], **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Run on int64 registers; returns all of them."""
+def run(program: list[list[str]], rounds: bool = False, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run on int64 registers; returns all of them. Nothing may be rounded unless ``rounds``."""
     registers = dict(inputs)
 
     def value(name: str) -> torch.Tensor:
@@ -86,7 +90,8 @@ def run(program: list[list[str]], **inputs: torch.Tensor) -> dict[str, torch.Ten
                 a, b, c = (bf16((x >> shift) & 0xFFFF) for x in given)
                 exact = a * b + c
                 bits = exact.to(torch.bfloat16)
-                assert torch.equal(bits.double().nan_to_num(), exact.nan_to_num())  # nothing is rounded
+                if not rounds:
+                    assert torch.equal(bits.double().nan_to_num(), exact.nan_to_num())
                 halves.append((bits.view(torch.int16).long() & 0xFFFF) << shift)
             result = halves[0] | halves[1]
         else:
@@ -97,8 +102,8 @@ def run(program: list[list[str]], **inputs: torch.Tensor) -> dict[str, torch.Ten
 
 def levels(sign: str, word: torch.Tensor = WORDS, **names: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a block makes of the lower and of the upper unit of each word."""
-    more = {"$2": names.pop("top"), "$3": names.pop("by")} if "by" in names else {}
-    out = run(ptx(sign, names), **{"$1": word, **{key: torch.as_tensor(x) for key, x in more.items()}})["$0"]
+    more = {"$2": torch.as_tensor(names.pop("top"))} if "top" in names else {}
+    out = run(ptx(sign, names), **{"$1": word, **more})["$0"]
     return bf16(out & 0xFFFF), bf16(out >> 16)
 
 
@@ -135,13 +140,18 @@ def test_e4m3(parity: int) -> None:
         assert torch.equal(got[real], table[held[real]])
 
 
+def down(word: torch.Tensor, half: int) -> torch.Tensor:
+    """The 1-bit plane as rows of the lower or of the upper half of a slice take it."""
+    return run(ptx(".b32 down", {}), **{"$1": word, "$2": torch.tensor(half | (half << 16))})["$0"]
+
+
 @pytest.mark.parametrize("parity", (0, 1))
 @pytest.mark.parametrize("slot", range(4))
 @pytest.mark.parametrize("half", (0, 1))
 def test_three_bits(half: int, slot: int, parity: int) -> None:
     """Two bits from one plane, the top bit from the other, where a row's shift says."""
     top, by = WORDS.flip(0), 2 * slot + half
-    both = levels(".b32 bottom, top, by", SLOT=slot, PARITY=parity, top=top, by=by | (by << 16))
+    both = levels(".b32 bottom, up", SLOT=slot, PARITY=parity, top=down(top, half))
     for got, held, unit in zip(both, byte(parity), (0, 16), strict=True):
         code = ((held >> (2 * slot)) & 3) | (((top >> (unit + 8 * parity + by)) & 1) << 2)
         assert torch.equal(got, 128.0 + code)
@@ -159,12 +169,12 @@ def test_tables(bits: int, slot: int, half: int, parity: int) -> None:
     words = table_parts(table, 1).view(torch.int32)[0].long() & 0xFFFFFFFF
     low, high = (WORDS, WORDS.roll(12345)), (WORDS.flip(0), WORDS.roll(777))
     by = 2 * slot + half
-    first, of_table = {2: (4, (0, 1)), 3: (8, (8, 9, 12, 13)), 4: (4, range(8, 16))}[bits]
+    first, of_table = {2: (4, (0, 1)), 3: (6, (8, 9, 12, 13)), 4: (4, range(8, 16))}[bits]
     inputs = {"$2": low[0], "$3": low[1]}
     if bits == 3:
-        inputs |= {"$4": high[0], "$5": high[1], "$6": torch.tensor(by | (by << 16)), "$7": torch.tensor(by)}
+        inputs |= {"$4": down(high[0], half), "$5": down(high[1], half)}
     inputs |= {f"${first + 4 * place}": words[n] for place, n in enumerate(of_table)}
-    sign = {2: ".b32 code;", 3: ".b32 code, by,", 4: ".b32 code, upper,"}[bits]
+    sign = {2: ".b32 code;", 3: ".b32 code, top,", 4: ".b32 code, upper,"}[bits]
     out = run(ptx(sign, {"SLOT": slot, "PARITY": parity}), **inputs)
     for register, word, top in zip(("$0", "$1"), low, high, strict=True):
         for unit in (0, 16):
@@ -175,5 +185,18 @@ def test_tables(bits: int, slot: int, half: int, parity: int) -> None:
             assert torch.equal(bf16((out[register] >> unit) & 0xFFFF), table[code].double())
 
 
+@pytest.mark.parametrize("offset", (0, 1))
+def test_times(offset: int) -> None:
+    """A level times any cosine, rounded once, however large the offset is that is taken off."""
+    code = UNITS % 256
+    level = (code % 128 + 128 if offset else code).to(torch.bfloat16)
+    factor = (UNITS * 0.37).cos().to(torch.bfloat16)
+    words = [x.view(torch.int16).long() & 0xFFFF for x in (level, factor)]
+    both = {f"${n + 1}": word | (word.flip(0) << 16) for n, word in enumerate(words)}
+    out = run(ptx(".b32 minus, none", {"OFFSET": offset}), rounds=True, **both)["$0"]
+    right = ((level.double() - 128 * offset) * factor.double()).to(torch.bfloat16).double()
+    assert torch.equal(bf16(out & 0xFFFF), right) and torch.equal(bf16(out >> 16), right.flip(0))
+
+
 def test_every_block_is_tested() -> None:
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 9

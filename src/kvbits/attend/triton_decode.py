@@ -26,7 +26,9 @@ from kvbits.attend.triton_shape import (
     Shape,
     Turn,
     outliers_in,
+    padded_channels,
     shape_for,
+    static_zero,
     why_not_format,
 )
 from kvbits.attend.triton_tuning import tuning_for
@@ -35,7 +37,7 @@ from kvbits.codecs import Codec
 from kvbits.library import why_no_triton, why_triton_is_off
 from kvbits.numerics.groups import power_of_two
 from kvbits.record import Record
-from kvbits.types import Params
+from kvbits.types import Format, Params
 
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """Bfloat16 parts that queries and weights are split into, so that their own precision is kept."""
@@ -113,14 +115,14 @@ def partial(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return out, found.squeeze(-1) * math.log(2)
 
 
-def turn_of(transform: Transform) -> Turn:
-    """What the kernel does with the keys' rotary embedding and mean."""
+def turn_of(transform: Transform, form: Format, channels: int) -> Turn:
+    """What the kernel does with the rotary embedding and mean of keys of a format and ``channels``."""
     rope, mean = transform.rope, transform.mean is not None
     half = 0 if rope is None else rope.base_cos.shape[-1]
-    padded, interleaved = max(16, power_of_two(half)), rope is not None and rope.interleaved
+    interleaved = rope is not None and rope.interleaved
     if rope is not None and transform.whole:
-        return Turn(TURNED_KEYS, mean, half, padded, interleaved)
-    return Turn(TURNED_MEAN, mean, half, padded, interleaved) if mean else Turn()
+        return Turn.of(TURNED_KEYS, mean or static_zero(form), half, interleaved, channels)
+    return Turn.of(TURNED_MEAN, mean, half, interleaved, channels) if mean else Turn()
 
 
 def _angles(view: KVView, turn: Turn, parts: int, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -129,19 +131,44 @@ def _angles(view: KVView, turn: Turn, parts: int, unused: torch.Tensor) -> tuple
     if rope is None or turn.what == NO_TURN:
         return unused, unused, unused, unused
     bases = (x if x.stride()[1:] == (turn.half, 1) else x.contiguous() for x in (rope.base_cos, rope.base_sin))
-    if turn.what == TURNED_KEYS:
-        return (*bases, rope.step_cos.contiguous(), rope.step_sin.contiguous())
     return (*bases, *_step_tables(view, rope, turn, parts))
 
 
 def _step_tables(view: KVView, rope: Rope, turn: Turn, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bfloat16 parts of the angles within a block, ``[parts, tokens, padded]``: made once for a layer."""
-    memo, name = view.blocks.record.memo, f"triton steps in {parts}"
+    """Bfloat16 parts of cosines and of sines of the angles within a block, made once for a layer.
+
+    Of pairs ``[parts, tokens, padded]``; of turned keys before them those of their even and their odd channels,
+    ``[parts, 2, tokens, U]``.
+    """
+    memo, name = view.blocks.record.memo, f"triton steps of {turn.what} in {parts}"
     held = memo.get(name)
     if held is None or held[0] is not rope.step_cos or held[1] is not rope.step_sin:
-        tables = (split_in_parts(pad(x, (0, turn.padded - turn.half)), parts) for x in (rope.step_cos, rope.step_sin))
+        channels, padding = padded_channels(view.keys.shape[3]), (0, turn.padded - turn.half)
+        tables = []
+        for x, still in ((rope.step_cos, 1.0), (rope.step_sin, 0.0)):
+            pairs = split_in_parts(pad(x, padding), parts).flatten()
+            keys = split_in_parts(_by_channel(x, turn, channels, still), parts).flatten()
+            tables.append(torch.cat([keys, pairs]) if turn.what == TURNED_KEYS else pairs)
         memo[name] = held = (rope.step_cos, rope.step_sin, *tables)
     return held[2], held[3]
+
+
+def _by_channel(x: torch.Tensor, turn: Turn, channels: int, still: float) -> torch.Tensor:
+    """Of pairs ``[tokens, half]`` their channels' numbers, ``still`` in the others: ``[2, tokens, channels / 2]``."""
+    both = x.repeat_interleave(2, 1) if turn.interleaved else x.repeat(1, 2)
+    wide = pad(both, (0, channels - 2 * turn.half), value=still)
+    by_parity: torch.Tensor = wide.unflatten(1, (-1, 2)).permute(2, 0, 1)
+    return by_parity
+
+
+def _mean(view: KVView, turn: Turn) -> torch.Tensor | None:
+    """What is added to all packed keys, float32 ``[H, D]``; in turned ones zeros of the layer are a part of it."""
+    mean, params = view.key_transform.mean, view.key_params
+    if turn.what != TURNED_KEYS or not static_zero(view.scheme.key.format):
+        return None if mean is None else mean.float().contiguous()
+    # Not kept: a frozen cache fills in what it learns later.
+    zeros = -params["scale"].float() * params["zero"].float()
+    return (zeros if mean is None else zeros + mean).contiguous()
 
 
 def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -157,7 +184,7 @@ def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Ten
     architecture, processors = _processor(query.device)
     key, value = scheme.key.format, scheme.value.format
     tuning = tuning_for(architecture, max(key.bits, value.bits), "channel" in (key.per, value.per))
-    turn = turn_of(view.key_transform)
+    turn = turn_of(view.key_transform, key, key_channels)
     shape = shape_for(blocks.record, key, value, key_channels, value_channels, rows, parts, tuning, turn.what)
     tuning = shape.tuning
     row_tiles = -(-rows // shape.tile.queries)
@@ -176,7 +203,7 @@ def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Ten
     if call.mask is not None:
         mask = call.mask.expand(batch, query.shape[1], -1, -1)
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    turned, mean = view.key_transform.query(query), view.key_transform.mean
+    turned, mean = view.key_transform.query(query), _mean(view, turn)
     turned = query if turned is None else turned  # float32 stays: the kernel rounds it once
     angles = _angles(view, turn, parts, unused)
     pool = blocks.pool
@@ -187,7 +214,7 @@ def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Ten
         unused if column_of is None else column_of, unused if mask is None else mask,
         *_params(scheme.key, view.key_params, "keys", blocks.record, parts, unused),
         *_params(scheme.value, view.value_params, "values", blocks.record, parts, unused),
-        *angles, unused if mean is None else mean.float().contiguous(),
+        *angles, unused if mean is None else mean,
         partial, tops, weights,
         blocks.counts[0], view.held[0], splits, per_split, exact_per_split, view.rows.columns - queries, view.offset,
         call.window or 0, view.sinks + view.dropped, queries,

@@ -52,6 +52,16 @@ def outliers_in(slots: tuple[Slot, ...]) -> int:
     return next((slot.part.shape[0] for slot in slots if slot.part.name == "outlier_index"), 0)
 
 
+def padded_channels(channels: int) -> int:
+    """The power of two from 32 that holds them: what tiles have."""
+    return max(32, power_of_two(channels))
+
+
+def static_zero(form: Format) -> bool:
+    """Whether a layer's channels have zeros that are the same in all blocks."""
+    return form.zero and form.per == "channel" and not form.group
+
+
 def _group_length(form: Format, channels: int) -> int:
     return groups.group_length(channels, form.group) if form.group else channels
 
@@ -129,7 +139,7 @@ class Side:
             per = LAYER if form.per == "layer" else STATIC
         outliers = outliers_in(slots)
         return Side(
-            form.bits, LEVELS.index(form.levels), per, form.zero, exact, channels, max(32, power_of_two(channels)),
+            form.bits, LEVELS.index(form.levels), per, form.zero, exact, channels, padded_channels(channels),
             group, count, columns, slice_groups, sub, at["codes"], at.get("scale", 0), at.get("zero", 0),
             outliers, max(16, power_of_two(outliers)) if outliers else 0,
             at.get("outlier_index", 0), at.get("outlier_value", 0),
@@ -172,9 +182,10 @@ class Turn:
 
     Attributes:
         what: NO_TURN, TURNED_KEYS (stored before the rotary embedding) or TURNED_MEAN (their mean alone was).
-        mean: whether there is one.
+        mean: whether there is one; zeros of the layer's channels count as one of TURNED_KEYS.
         half, padded: rotary pairs, and the power of two from 16 that holds them. A mean does not turn where none is.
         interleaved: which channels make a pair.
+        halves: of keys, whether the first and the second of all pairs are the two halves of a head, tiles each.
     """
 
     what: int = NO_TURN
@@ -182,6 +193,24 @@ class Turn:
     half: int = 0
     padded: int = 16
     interleaved: bool = False
+    halves: bool = False
+
+    @property
+    def families(self) -> int:
+        """Kinds of channels that share no cosines: both parities, unless those make the pairs."""
+        return 1 if self.interleaved else 2
+
+    @property
+    def pieces(self) -> int:
+        """Tiles of channels of a family."""
+        return 2 if self.interleaved or self.halves else 1
+
+    @staticmethod
+    def of(what: int, mean: bool, half: int, interleaved: bool, channels: int) -> Turn:
+        """Of ``half`` pairs of keys of ``channels``."""
+        padded = max(16, power_of_two(half))
+        halves = what == TURNED_KEYS and not interleaved and half >= 32 and 2 * half == 2 * padded == channels
+        return Turn(what, mean, half, padded, interleaved, halves)
 
 
 @dataclass(frozen=True)
@@ -209,18 +238,21 @@ def shape_for(
     """Choose tiles for ``rows`` query rows of a KV head."""
     slices = max(_slots(key.bits), _slots(value.bits))
     length = record.tokens // slices
-    if turn == TURNED_MEAN:  # its shares, turned to each block, take the registers of half a tile
-        tuning = replace(tuning, rows=min(32, tuning.rows), registers=None)
+    if turn == TURNED_MEAN:
+        tuning = replace(tuning, registers=None)
     blocks = max(1, tuning.rows // length)
     # float32 is too fine for sums of codes with an offset; static zeros meet the weights once, at the end.
     static = value.per == "channel" and not value.group
+    exact = parts == 3 or turn == TURNED_KEYS
     sides = (
-        Side.of(key, record.keys, key_channels, length, blocks, slices // _slots(key.bits), parts == 3),
+        Side.of(key, record.keys, key_channels, length, blocks, slices // _slots(key.bits), exact),
         Side.of(
             value, record.values, value_channels, length, blocks, slices // _slots(value.bits), parts == 3 or static
         ),
     )
     widest = max(side.columns for side in sides)
+    if turn != NO_TURN:  # queries are turned to each block by itself
+        widest = max(widest, blocks * (sides[0].columns if sides[0].per == TOKEN and turn == TURNED_KEYS else 1))
     queries = min(max(8, power_of_two(rows)), MOST_ROWS)
     while queries > 8 and queries * widest > MOST_COLUMNS:
         queries //= 2

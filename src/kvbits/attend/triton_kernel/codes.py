@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from kvbits.attend.triton_kernel.numbers import PACKED, add, affine, bf16_part, dot
+from kvbits.attend.triton_kernel.numbers import PACKED, add, affine, bf16_part, cast, dot
 from kvbits.attend.triton_kernel.tables import PART, permuted
 
 UNIFORM, TABLE, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -13,7 +13,7 @@ UNIFORM, TABLE, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def levels(
-    low, high, high_shift, table, part, BITS: tl.constexpr, LEVELS: tl.constexpr, SLOT: tl.constexpr,
+    low, high, table, part, BITS: tl.constexpr, LEVELS: tl.constexpr, SLOT: tl.constexpr,
     PARITY: tl.constexpr, FIELDS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Levels of one parity of a tile of units, in bfloat16: of uniform codes below 8 bits ``2**k code + 128``.
@@ -22,7 +22,7 @@ def levels(
 
     Args:
         low: int16 units of the only or the 2-bit plane.
-        high, high_shift: of 3 bits, units of the 1-bit plane and how far each row's bit is up.
+        high: of 3 bits, units of the 1-bit plane, the bits of slot 0 lowest in each byte.
         table, part: of tables, where bfloat16 part ``part`` of the levels begins (entries ``part * PART + code``).
     """
     if LEVELS == E4M3:
@@ -58,17 +58,17 @@ def levels(
         top = ((byte & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
         return add(bottom, affine(top, 1.0, -256.0))
     if LEVELS == TABLE and PACKED:
-        return permuted(low, high, high_shift, table, part, BITS, SLOT, PARITY)
+        return permuted(low, high, table, part, BITS, SLOT, PARITY)
     if LEVELS == UNIFORM and PACKED:
         if BITS == 3:
             level = tl.inline_asm_elementwise(
                 f"""{{
-                .reg .b32 bottom, top, by;
+                .reg .b32 bottom, up;
                 shr.b32 bottom, $1, {8 * PARITY + 2 * SLOT}; lop3.b32 bottom, bottom, 0x00030003, 0x43004300, 0xEA;
-                and.b32 by, $3, 31; shr.b32 top, $2, by; shr.b32 top, top, {8 * PARITY}; and.b32 top, top, 0x00010001;
-                shl.b32 top, top, 2; or.b32 $0, bottom, top;
+                {"shr" if PARITY + SLOT else "shl"}.b32 up, $2, {8 * PARITY + 2 * SLOT - 2 if PARITY + SLOT else 2};
+                lop3.b32 $0, up, 0x00040004, bottom, 0xEA;
                 }}""",
-                "=r,r,r,r", [low, high, high_shift], dtype=tl.bfloat16, is_pure=True, pack=2,
+                "=r,r,r", [low, high], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         else:  # one shift, which neighbouring fields share, and one masked OR for two codes
             level = tl.inline_asm_elementwise(
@@ -81,7 +81,7 @@ def levels(
             )  # fmt: skip
     else:
         if BITS == 3:
-            code = ((low >> (8 * PARITY + 2 * SLOT)) & 3) | (((high >> (high_shift + 8 * PARITY)) & 1) << 2)
+            code = ((low >> (8 * PARITY + 2 * SLOT)) & 3) | (((high >> (8 * PARITY + 2 * SLOT)) & 1) << 2)
         else:
             code = low >> (8 * PARITY + BITS * SLOT - SLOT * 2 % 6 * FIELDS)
             code = code & (((1 << BITS) - 1) << (SLOT * 2 % 6 * FIELDS))
@@ -91,6 +91,23 @@ def levels(
     if EXACT:
         level = affine(level, 1.0, -128.0)
     return level
+
+
+@triton.jit
+def times(level, factor, OFFSET: tl.constexpr):
+    """``(level - 128) * factor``, or without OFFSET ``level * factor``, in bfloat16 and rounded once."""
+    if not PACKED:
+        wide = level.to(tl.float32)
+        return cast((wide - 128.0 if OFFSET else wide) * factor.to(tl.float32), tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 minus, none, taken;
+        mov.b32 minus, 0xC300C300; mov.b32 none, 0x80008000;
+        {"fma.rn.bf16x2 taken, $2, minus, none; " if OFFSET else "mov.b32 taken, none; "}
+        fma.rn.bf16x2 $0, $1, $2, taken;
+        }}""",
+        "=r,r,r", [level, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -110,10 +127,10 @@ def dot_levels(
     acc, units, table, right, J: tl.constexpr, PARITY: tl.constexpr, SIDE: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """``acc + levels @ right`` of slice ``J``, with float32 ``right`` in PARTS bfloat16 parts, the smallest first."""
-    low, high, shift = units
+    low, high = units
     for of_level in tl.static_range(PARTS - 1 if SIDE.levels == TABLE else 0, -1, -1):
         level = levels(
-            low, high, shift, table, of_level, SIDE.bits, SIDE.levels, J // SIDE.sub, PARITY, SIDE.fields, SIDE.exact
+            low, high, table, of_level, SIDE.bits, SIDE.levels, J // SIDE.sub, PARITY, SIDE.fields, SIDE.exact
         )
         for of_right in tl.static_range(PARTS - 1, -1, -1):
             if of_level + of_right < PARTS:  # the rest is below float32
@@ -140,15 +157,29 @@ def byte_rows(pool, base, row, unit, SIDE: tl.constexpr, TRANS: tl.constexpr):
 def slice_units(
     pool, base, rr, unit, J: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr, TRANS: tl.constexpr
 ):  # fmt: skip
-    """Units that hold slice ``J``, and for 3 bits those of the top bit, with each row's shift.
+    """Units that hold slice ``J``, and for 3 bits those of the top bit, as :func:`levels` takes them.
 
     Tensors of fewer slots than slices (the other side has fewer bits) are cut at multiples of R byte rows.
     """
     base += SIDE.codes_at
     low = byte_rows(pool, base, rr + J % SIDE.sub * TILE.slice, unit, SIDE, TRANS)
-    high, shift = low, 0
+    high = low
     if SIDE.bits == 3:
         high = byte_rows(pool, base, rr % (TILE.tokens // 8) + TILE.tokens // 4, unit, SIDE, TRANS)
-        shift = (2 * J + rr // (TILE.tokens // 8)).to(tl.int16)
-        shift = shift[None, :] if TRANS else shift[:, None]
-    return low, high, shift
+        half = (rr // (TILE.tokens // 8)).to(tl.int16)  # the same in all slices
+        high = moved_down(high, half[None, :] if TRANS else half[:, None])
+    return low, high
+
+
+@triton.jit
+def moved_down(units, by):
+    """Units of the 1-bit plane with their bits ``by`` further down, 0 or 1; what comes in at the top is no code's."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 down;
+            and.b32 down, $2, 1; shr.b32 $0, $1, down;
+            }""",
+            "=r,r,r", [units, by], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return units >> by

@@ -23,7 +23,7 @@ from kvbits.attend.triton_kernel.records import (
     static,
     zeros_per_channel,
 )
-from kvbits.attend.triton_kernel.rotary import dense, partner, turn_of
+from kvbits.attend.triton_kernel.rotary import partner, turn_of
 
 
 @triton.jit
@@ -110,26 +110,6 @@ def scores_of(
 
 
 @triton.jit
-def turned_scores(
-    q_at, pools, params, angles, mean, base, block, row_live, h, J: tl.constexpr, KEY: tl.constexpr,
-    TILE: tl.constexpr, TURN: tl.constexpr,
-):  # fmt: skip
-    """Scores of keys that are decoded and turned, element by element."""
-    channel = tl.arange(0, KEY.padded)
-    live = row_live[None, :] & (channel < KEY.channels)[:, None]
-    q = tl.load(q_at[None, :] + channel[:, None], mask=live, other=0).to(tl.float32)
-    token = tl.arange(0, TILE.rows) % TILE.slice + J * TILE.slice
-    far = partner(channel, TURN)
-    key = dense(pools, params, base, token, channel, h, KEY, TILE)
-    other = dense(pools, params, base, token, far, h, KEY, TILE)
-    cos, sin = turn_of(angles, block[:, None], token[:, None], channel[None, :], TURN)
-    if TURN.mean:
-        key += tl.load(mean + channel, mask=channel < KEY.channels, other=0)[None, :]
-        other += tl.load(mean + far, mask=far < KEY.channels, other=0)[None, :]
-    return dot_parts(key * cos + other * sin, q, tl.full([TILE.rows, TILE.queries], 0.0, tl.float32), TILE.parts)
-
-
-@triton.jit
 def with_outliers(
     s, q_at, pools, angles, at, last, home, row_live, scaling, J: tl.constexpr, KEY: tl.constexpr,
     TILE: tl.constexpr, TURN: tl.constexpr, IN_ORDER: tl.constexpr, TURNED: tl.constexpr,
@@ -146,7 +126,7 @@ def with_outliers(
         if TURNED:
             far = partner(e_channel, TURN)
             # What a channel gives to the other of its pair has the sign that the other's share has there.
-            cos, sin = turn_of(angles, block, e_token, e_channel, TURN)
+            cos, sin = turn_of(angles, block, e_token, e_channel, KEY, TILE, TURN)
             other = tl.load(q_at[None, :] + far[:, None], mask=row_live[None, :], other=0).to(tl.float32)
             hit = hit * cos[:, None] - other * sin[:, None]
         hit *= e_value[:, None] * scaling

@@ -5,13 +5,12 @@
 import triton
 import triton.language as tl
 
-from kvbits.attend.triton_kernel.keys import load_queries, score_factor, scores_of, turned_scores, with_outliers
+from kvbits.attend.triton_kernel.keys import load_queries, score_factor, scores_of, with_outliers
 from kvbits.attend.triton_kernel.records import TOKEN, record_at
-from kvbits.attend.triton_kernel.rotary import mean_scores, mean_shares, turn_shares
+from kvbits.attend.triton_kernel.rotary import TURNED_KEYS, mean_scores, mean_shares, turn_shares
 from kvbits.attend.triton_kernel.softmax import base2, hide_unseen
+from kvbits.attend.triton_kernel.turned import load_pieces, turn_pieces, turned_scores
 from kvbits.attend.triton_kernel.values import add_outliers, add_values, finish
-
-TURNED_KEYS, TURNED_MEAN = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -32,12 +31,17 @@ def packed_split(
     tile_row = tl.arange(0, TILE.rows)
     bi, rr = tile_row // TILE.slice, tile_row % TILE.slice
     slices: tl.constexpr = TILE.slices
-    turns: tl.constexpr = TURN.what == TURNED_MEAN and TURN.half > 0
+    turned_keys: tl.constexpr = TURN.what == TURNED_KEYS
+    turns: tl.constexpr = TURN.mean and TURN.half > 0
     apart: tl.constexpr = KEY.outliers > 0 or turns  # whether other terms join scores that are scaled already
-    queries = load_queries(q_at, key_params, h, row_live, KEY, TILE)
-    factor = score_factor(key_params, scaling, KEY)
+    if turned_keys:
+        queries = load_pieces(q_at, row_live, KEY, TURN)
+        factor = scaling
+    else:
+        queries = load_queries(q_at, key_params, h, row_live, KEY, TILE)
+        factor = score_factor(key_params, scaling, KEY)
     bias = tl.full([TILE.queries], 0.0, tl.float32)
-    if TURN.what == TURNED_MEAN:
+    if TURN.mean:
         shares = mean_shares(exact_q_at, mean, row_live, scaling, KEY, TURN, TILE)
         bias = shares[2]
 
@@ -61,26 +65,28 @@ def packed_split(
             block = tl.minimum(block, last - 1)  # dead rows read what is there
             base = record_at(block, home, TILE, IN_ORDER)
         if turns:
-            turned = turn_shares(angles, shares, at, last, TURN, TILE)
+            means = mean_scores(angles, turn_shares(angles, shares, at, last, TURN, TILE), KEY, TURN, TILE)
+        if turned_keys:
+            turned = turn_pieces(queries, angles, at, last, KEY, TILE, TURN)
 
         scores = ()
         for j in tl.static_range(slices):
-            if TURN.what == TURNED_KEYS:
+            if turned_keys:
                 s = turned_scores(
-                    q_at, pools, key_params, angles, mean, base, block, row_live, h, j, KEY, TILE, TURN
-                ) * scaling  # fmt: skip
+                    turned, pools, key_params, angles, base, at, last, home, h, j, KEY, TILE, TURN, IN_ORDER
+                )  # fmt: skip
             else:
                 s = scores_of(queries, pools, key_params, base, at, last, home, j, KEY, TILE, IN_ORDER)
-                if apart:
-                    s *= factor
+            if apart:
+                s *= factor
             if KEY.outliers:
                 s = with_outliers(
                     s, q_at, pools, angles, at, last, home, row_live, scaling, j, KEY, TILE, TURN, IN_ORDER,
-                    TURN.what == TURNED_KEYS,
+                    turned_keys,
                 )  # fmt: skip
             if turns:
-                s += mean_scores(angles, turned, j, TURN, TILE)
-            s = base2(s, 1.0 if TURN.what == TURNED_KEYS or apart else factor, bias[None, :], softcap, SOFTCAP)
+                s += means[j]
+            s = base2(s, 1.0 if apart else factor, bias[None, :], softcap, SOFTCAP)
             if MASK or not PLAIN:
                 column = first_token + block * TILE.tokens + rr + j * TILE.slice
                 if PADDED:

@@ -1,7 +1,7 @@
-"""Keys that were stored before the rotary embedding, and means of keys that turn with it.
+"""Pairs of channels and their angles, and means of keys that turn with them.
 
 Token ``m`` of block ``n`` is turned by ``base[n] + step[m]``: ``angles`` is ``(base_cos, base_sin, step_cos,
-step_sin)``, the first two ``[N, half]`` of the row.
+step_sin)``, the first two float32 ``[N, half]`` of the row, the others tables of bfloat16 parts.
 """
 
 # The jit compiler reads annotations: no ``from __future__ import annotations`` here.
@@ -9,53 +9,9 @@ step_sin)``, the first two ``[N, half]`` of the row.
 import triton
 import triton.language as tl
 
-from kvbits.attend.triton_kernel.codes import E4M3, TABLE
 from kvbits.attend.triton_kernel.numbers import bf16_part, dot
-from kvbits.attend.triton_kernel.records import LAYER, STATIC, TOKEN, static
-from kvbits.attend.triton_kernel.tables import PART
 
-
-@triton.jit
-def dense(pools, params, base, token, channel, h, SIDE: tl.constexpr, TILE: tl.constexpr):
-    """Decoded float32 elements ``[ROWS, C]``: any tokens of the records at ``base``, any channels. Not fast."""
-    pool, _, scales, zeros = pools
-    scale_param, zero_param, table = params
-    live = (channel < SIDE.channels)[None, :]
-    per_row: tl.constexpr = TILE.tokens // (4 if SIDE.bits == 3 else 8 // SIDE.bits)
-    at = (base + SIDE.codes_at + token % per_row * SIDE.units)[:, None] + (channel // 2)[None, :]
-    byte = tl.load(pool + at, mask=live, other=0).to(tl.int32) >> (channel % 2 * 8)[None, :]
-    if SIDE.bits == 3:
-        code = (byte >> (token // per_row * 2)[:, None]) & 3
-        row = token % (TILE.tokens // 8) + TILE.tokens // 4
-        at = (base + SIDE.codes_at + row * SIDE.units)[:, None] + (channel // 2)[None, :]
-        byte = tl.load(pool + at, mask=live, other=0).to(tl.int32) >> (channel % 2 * 8)[None, :]
-        code = code | (((byte >> (token // (TILE.tokens // 8))[:, None]) & 1) << 2)
-    else:
-        code = (byte >> (token // per_row * SIDE.bits)[:, None]) & ((1 << SIDE.bits) - 1)
-    if SIDE.levels == E4M3:
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        level = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    elif SIDE.levels == TABLE:
-        level = tl.load(table + code).to(tl.float32)
-        parts: tl.constexpr = TILE.parts
-        for part in tl.static_range(1, parts):
-            level += tl.load(table + (part * PART + code)).to(tl.float32)
-    else:
-        level = code.to(tl.float32)
-    if SIDE.per == LAYER:
-        return level * tl.load(scale_param)
-    if SIDE.per == STATIC:
-        if SIDE.zero:
-            level -= static(zero_param, h, channel, SIDE)[None, :]
-        return level * static(scale_param, h, channel, SIDE)[None, :]
-    if SIDE.per == TOKEN:
-        own = (token * SIDE.count)[:, None] + (channel // SIDE.group)[None, :]
-    else:
-        own = (token // SIDE.group * SIDE.channels)[:, None] + channel[None, :]
-    own += base[:, None]
-    if SIDE.zero:
-        level -= tl.load(zeros + SIDE.zero_at + own, mask=live, other=0).to(tl.float32)
-    return level * tl.load(scales + SIDE.scale_at + own, mask=live, other=0).to(tl.float32)
+TURNED_KEYS = tl.constexpr(1)
 
 
 @triton.jit
@@ -69,7 +25,7 @@ def partner(channel, TURN: tl.constexpr):
 
 
 @triton.jit
-def turn_of(angles, block, token, channel, TURN: tl.constexpr):
+def turn_of(angles, block, token, channel, KEY: tl.constexpr, TILE: tl.constexpr, TURN: tl.constexpr):
     """Cosine and sine of channels at tokens of blocks (shapes that broadcast); of channels in no pair 1 and 0.
 
     The sign of the sine is that of the other channel's share: a pair ``(x, y)`` becomes ``(x cos - y sin,
@@ -79,9 +35,13 @@ def turn_of(angles, block, token, channel, TURN: tl.constexpr):
     pair = channel // 2 if TURN.interleaved else channel % TURN.half
     first = channel % 2 == 0 if TURN.interleaved else channel < TURN.half
     paired = channel < 2 * TURN.half
-    far, near = block * TURN.half + pair, token * TURN.half + pair
+    far, near = block * TURN.half + pair, (channel % 2 * TILE.tokens + token) * (KEY.padded // 2) + channel // 2
     c_base, s_base = tl.load(base_cos + far, mask=paired, other=1.0), tl.load(base_sin + far, mask=paired, other=0.0)
-    c_step, s_step = tl.load(step_cos + near, mask=paired, other=1.0), tl.load(step_sin + near, mask=paired, other=0.0)
+    c_step, s_step = tl.load(step_cos + near).to(tl.float32), tl.load(step_sin + near).to(tl.float32)
+    parts: tl.constexpr = TILE.parts
+    for part in tl.static_range(1, parts):
+        c_step += tl.load(step_cos + part * TILE.tokens * KEY.padded + near).to(tl.float32)
+        s_step += tl.load(step_sin + part * TILE.tokens * KEY.padded + near).to(tl.float32)
     sine = s_base * c_step + c_base * s_step
     return c_base * c_step - s_base * s_step, tl.where(first, -sine, sine)
 
@@ -129,17 +89,19 @@ def turn_shares(angles, shares, at, last, TURN: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def mean_scores(angles, turned, J: tl.constexpr, TURN: tl.constexpr, TILE: tl.constexpr):
-    """What the mean adds to the scores of slice ``J``, ``[ROWS, NR]``: tables of the steps times the turned shares.
+def mean_scores(angles, turned, KEY: tl.constexpr, TURN: tl.constexpr, TILE: tl.constexpr):
+    """What the mean adds to the scores of each slice, ``[ROWS, NR]``: tables of the steps times the turned shares.
 
-    The tables are bfloat16 ``[PARTS, tokens of a block, P]``, the same for all blocks.
+    The tables are bfloat16 ``[PARTS, tokens of a block, P]``, the same for all blocks, behind those of turned keys.
     """
     _, _, step_cos, step_sin = angles
     with_cos, with_sin = turned
-    token, pair = tl.arange(0, TILE.slice) + J * TILE.slice, tl.arange(0, TURN.padded)
-    where = token[:, None] * TURN.padded + pair[None, :]
-    s = tl.full([TILE.slice, TILE.blocks * TILE.queries], 0.0, tl.float32)
     parts: tl.constexpr = TILE.parts
+    token, pair = tl.arange(0, TILE.tokens), tl.arange(0, TURN.padded)
+    where = token[:, None] * TURN.padded + pair[None, :]
+    if TURN.what == TURNED_KEYS:
+        where += parts * TILE.tokens * KEY.padded
+    s = tl.full([TILE.tokens, TILE.blocks * TILE.queries], 0.0, tl.float32)
     for of_step in tl.static_range(parts - 1, -1, -1):
         cos = tl.load(step_cos + of_step * TILE.tokens * TURN.padded + where)
         sin = tl.load(step_sin + of_step * TILE.tokens * TURN.padded + where)
@@ -147,7 +109,16 @@ def mean_scores(angles, turned, J: tl.constexpr, TURN: tl.constexpr, TILE: tl.co
             if of_step + of_share < parts:
                 s = dot(cos, bf16_part(with_cos, of_share), s)
                 s = dot(sin, bf16_part(with_sin, of_share), s)
-    if TILE.blocks == 1:
-        return s
-    s = tl.permute(tl.reshape(s, (TILE.slice, TILE.blocks, TILE.queries)), (1, 0, 2))
-    return tl.reshape(s, (TILE.rows, TILE.queries))
+    # Every slice has its tokens of all blocks; a tensor splits in two along its last side.
+    half: tl.constexpr = max(1, TILE.slices // 2)
+    two: tl.constexpr = TILE.slices // half
+    s = tl.permute(tl.reshape(s, (half, two, TILE.slice, TILE.blocks, TILE.queries)), (3, 2, 4, 0, 1))
+    if TILE.slices == 1:
+        found = (tl.reshape(s, (TILE.rows, TILE.queries)),)
+    elif TILE.slices == 2:
+        found = tl.split(tl.reshape(s, (TILE.rows, TILE.queries, 2)))
+    else:
+        even, odd = tl.split(tl.reshape(s, (TILE.rows, TILE.queries, 2, 2)))
+        even, odd = tl.split(even), tl.split(odd)
+        found = (even[0], odd[0], even[1], odd[1])
+    return found

@@ -13,7 +13,7 @@ PART = tl.constexpr(32)
 
 
 @triton.jit
-def permuted(low, high, high_shift, table, part, BITS: tl.constexpr, SLOT: tl.constexpr, PARITY: tl.constexpr):
+def permuted(low, high, table, part, BITS: tl.constexpr, SLOT: tl.constexpr, PARITY: tl.constexpr):
     """Levels in bfloat16 of one parity of a tile of units, in PTX; arguments as of :func:`codes.levels`."""
     words = table.to(tl.pointer_type(tl.int32), bitcast=True) + part * 16
     if BITS == 2:  # a code c chooses bytes 2 c and 2 c + 1
@@ -30,21 +30,18 @@ def permuted(low, high, high_shift, table, part, BITS: tl.constexpr, SLOT: tl.co
     elif BITS == 3:
         level = tl.inline_asm_elementwise(
             f"""{{
-            .reg .b32 code, by, top, next;
-            and.b32 by, $6, 31; shr.b32 top, $4, by; and.b32 by, $7, 31; shr.b32 next, $5, by;
-            prmt.b32 top, top, next, {"0x7531" if PARITY == 1 else "0x6420"};
+            .reg .b32 code, top, next;
+            prmt.b32 top, $4, $5, {"0x7531" if PARITY == 1 else "0x6420"};
             prmt.b32 code, $2, $3, {"0x7531" if PARITY == 1 else "0x6420"};
-            shl.b32 top, top, 2; and.b32 top, top, 0x04040404;
-            shr.b32 code, code, {2 * SLOT}; lop3.b32 code, code, 0x03030303, top, 0xEA;
+            {"shl" if SLOT == 0 else "shr"}.b32 top, top, {2 if SLOT == 0 else 2 * SLOT - 2};
+            shr.b32 code, code, {2 * SLOT};
+            lop3.b32 code, code, 0x03030303, top, 0xE2; and.b32 code, code, 0x07070707;
             shr.b32 next, code, 4; or.b32 code, code, next; prmt.b32 code, code, code, 0x2020;
-            prmt.b32 top, $8, $12, code; prmt.b32 next, $16, $20, code;
+            prmt.b32 top, $6, $10, code; prmt.b32 next, $14, $18, code;
             prmt.b32 $0, top, next, 0x5140; prmt.b32 $1, top, next, 0x7362;
             }}""",
-            "=r,=r" + ",r" * 22,
-            [
-                low, high, high_shift, tl.load(words + 8), tl.load(words + 9), tl.load(words + 12),
-                tl.load(words + 13),
-            ],
+            "=r,=r" + ",r" * 20,
+            [low, high, tl.load(words + 8), tl.load(words + 9), tl.load(words + 12), tl.load(words + 13)],
             dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
     else:  # the upper bit of a code chooses between two permutations
