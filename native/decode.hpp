@@ -1,7 +1,7 @@
 // Decoding one block to rows of elements, bit for bit what the codecs' `decode` gives: (level - zero) * scale.
 #pragma once
 
-#include "attend.hpp"
+#include "unpack.hpp"
 
 namespace kvbits {
 namespace {

@@ -194,6 +194,14 @@ template <class I> inline void turn_pairs(Type type, const uint8_t* from, int to
     }
 }
 
+// Channels of group g, and the words of a key tile that hold them.
+struct ChannelGroup { int begin, end, first, last; };
+
+inline ChannelGroup channels_of(const Side& side, int g) {
+    const int begin = g * side.length, end = begin + side.length < side.channels ? begin + side.length : side.channels;
+    return {begin, end, begin / 4, (end + 3) / 4};
+}
+
 // Scales and zeros of one block: [group][channel] per channel, [group][token] per token.
 template <class I>
 KVBITS_STAGE void scales_and_zeros(const Side& side, const uint8_t* record, int tokens, const float* fixed_scale,

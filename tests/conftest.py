@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from browser import Page
 
 
+pytest.register_assert_rewrite("kernel_calls")  # whose assertions tell what they compared, as a test file's do
+
 # A job in the background of a script ignores interruptions, and so would every program that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -80,6 +82,28 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def threads_stay() -> Iterator[None]:
+    """Whatever number of threads a test sets."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The native kernel runs with the instruction set that the test's parameter names, whatever is the best."""
+    from kvbits import _native
+    from kvbits.attend import native
+
+    name: str = request.param
+    found = (_native, _native.names().index(name), name)
+    monkeypatch.setattr(native, "library", lambda: found)
+    return name
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 // The query rows of one row of the batch and KV head, as exact and as packed keys meet them.
 #pragma once
 
-#include "elements.hpp"
-#include "job.hpp"
+#include "../elements.hpp"
+#include "../job.hpp"
+#include "../unpack.hpp"
 #include "product.hpp"
-#include "unpack.hpp"
 
 namespace kvbits {
 namespace {

@@ -1,7 +1,7 @@
 // The zeros of HQQ: half-quadratic splitting for W groups at once, one in each lane. See codecs/half_quadratic.py.
 #pragma once
 
-#include "vec.hpp"
+#include "../vec.hpp"
 
 namespace kvbits {
 namespace {

@@ -6,7 +6,7 @@
 // the query, sixteen bits as well, are summed exactly.
 #pragma once
 
-#include "angles.hpp"
+#include "../angles.hpp"
 #include "scores.hpp"
 
 namespace kvbits {

@@ -1,7 +1,7 @@
 // Rows of a few channels times a matrix, which rotations of queries and outputs are.
 #pragma once
 
-#include "vec.hpp"
+#include "../vec.hpp"
 
 namespace kvbits {
 namespace {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "unpack.hpp"
+#include "../unpack.hpp"
 
 namespace kvbits {
 namespace {

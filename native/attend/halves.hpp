@@ -4,7 +4,8 @@
 // removes the part of the error that does not average out, since codes are never negative.
 #pragma once
 
-#include "vec.hpp"
+#include "../format.hpp"
+#include "../vec.hpp"
 
 namespace kvbits {
 namespace {

@@ -1,8 +1,8 @@
 // Scores of a block: query rows times packed keys, lanes = tokens.
 #pragma once
 
+#include "../unpack.hpp"
 #include "halves.hpp"
-#include "unpack.hpp"
 
 namespace kvbits {
 namespace {
