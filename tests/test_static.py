@@ -73,11 +73,10 @@ def test_steps_are_those_of_a_growing_cache(scheme: str) -> None:
 
 
 @needs_triton
-def test_rows_of_different_lengths_and_what_is_learned_later() -> None:
+@pytest.mark.parametrize("scheme", ("k=fp8-static,v=int2,centred", "k=nuq3,v=nuq2-qnorm", "k=int4-static,v=nf4"))
+def test_rows_of_different_lengths_and_what_is_learned_later(scheme: str) -> None:
     """Nothing is packed at first; rows pack at different steps."""
-    cache = LayerCache(
-        Scheme.parse(f"k=fp8-static,v=int2,centred,{SMALL}"), rotary=Rotary(10_000.0 ** -(torch.arange(16) / 16))
-    )
+    cache = LayerCache(Scheme.parse(f"{scheme},{SMALL}"), rotary=Rotary(10_000.0 ** -(torch.arange(16) / 16)))
     text = torch.ones(2, 30, dtype=torch.bool, device=DEVICE)
     text[0, :21] = False
     rows = Rows().extend(2, 30, text)

@@ -22,7 +22,7 @@ import torch
 
 from kvbits import memory
 from kvbits.attend import triton_decode
-from kvbits.attend.operator import ANGLES, attend_static
+from kvbits.attend.operator import ANGLES, attend_static, refresh
 from kvbits.attend.triton_shape import outliers_in, why_not_format
 from kvbits.buffers import Buffers
 from kvbits.cache import LayerCache
@@ -198,6 +198,7 @@ class StaticLayer:
         self.counts.copy_(torch.tensor(core.packed_blocks))
         for name, x in _known(core):
             self._learned[name].copy_(x)
+        refresh(self.pool)
 
     def take_back(self) -> None:
         """Forget what was stepped since the host was last told, and of what it was told all that did not run."""

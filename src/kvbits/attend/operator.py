@@ -136,6 +136,13 @@ _LAYERS = WeakTensorKeyDictionary()
 """By pool. A pool belongs to one layer for good."""
 
 
+def refresh(pool: torch.Tensor) -> None:
+    """Tell the layer with this pool that what it learned was filled in: captured graphs read what is derived of it."""
+    layer: _Layer | None = _LAYERS.get(pool)
+    if layer is not None:
+        triton_decode.refresh(layer.record, (layer.scheme.key, layer.scheme.value), layer.params)
+
+
 def _layer_of(
     pool: torch.Tensor,
     keys: torch.Tensor,

@@ -287,11 +287,23 @@ def _params(
     if codec.format.levels == "table" and not codec.learns:
         table = _constant_table(codec, unused.device, parts)
     elif codec.format.levels == "table":
-        memo, name = record.memo, f"triton table of {side} in {parts}"
+        memo, name = record.memo, f"{_TABLE} of {side} in {parts}"
         if name not in memo or memo[name][0] is not params:
-            memo[name] = params, _table_of(codec, params, unused.device, parts)
+            with torch.inference_mode(False):  # it may be filled anew
+                memo[name] = params, _table_of(codec, params, unused.device, parts)
         table = memo[name][1]
     return scale, zero, table
+
+
+_TABLE = "triton table"
+
+
+def refresh(record: Record, codecs: tuple[Codec, Codec], params: tuple[Params, Params]) -> None:
+    """Fill anew, in place, the tables that were derived of params whose tensors have been filled since."""
+    for side, codec, learned in zip(("keys", "values"), codecs, params, strict=True):
+        for name, held in record.memo.items():
+            if name.startswith(f"{_TABLE} of {side} ") and held[0] is learned:
+                held[1].copy_(_table_of(codec, learned, held[1].device, held[1].shape[0]))
 
 
 def _merge(
