@@ -142,6 +142,30 @@ def test_masks_that_hide_something() -> None:
     same(got[None], decode(model, cache, ids, 1, mask))
 
 
+def test_generate_with_masks_that_hide_something() -> None:
+    """Its own mask of four dimensions would say what nobody reads; so would one made of padding among the ids."""
+    model = zoo.build("llama")
+    ids, mask = padded(40, 25)
+    cache = prefilled(model, SCHEME, ids, mask)
+    hole = mask.clone()
+    hole[0, 7] = 0
+    options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
+    for given in ({"attention_mask": hole, "pad_token_id": 0}, {"pad_token_id": int(ids[0, 9])}):
+        frozen = kvbits.freeze(cache, 90)
+        with pytest.raises(ValueError, match=r"other columns text .* \(Where generate is given none"):
+            model.generate(ids, **given, **options, **{cache_name(model): frozen})
+        assert columns_of_layers(frozen) == {39}
+
+
+def test_steps_that_cannot_be() -> None:
+    frozen = kvbits.freeze(prefilled(zoo.build("llama"), SCHEME, zoo.prompt(1, 20)), 90)
+    for steps in (-1, 1.5, "1"):
+        with pytest.raises(ValueError, match=f"0 or more, or None to ask the device, not {steps!r}"):
+            frozen.advance(steps)
+    with pytest.raises(TypeError, match=r"counts kvbits\.KVCache objects, not StaticKVCache"):
+        kvbits.nbytes_of([frozen])
+
+
 def test_a_model_of_more_layers() -> None:
     model, ids = zoo.build("llama", num_hidden_layers=3), zoo.prompt(1, 20)
     kvbits.cache_for(model, SCHEME)

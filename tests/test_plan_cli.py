@@ -372,11 +372,13 @@ def test_a_gguf_file_and_the_config_that_transformers_reads_agree(tmp_path: Path
 
 def test_sizes_of_memories() -> None:
     assert bytes_of("24GiB") == bytes_of(" 24 gib") == 24 * 2**30
-    assert bytes_of("80GB") == 80 * 10**9 and bytes_of("1.5TiB") == 3 * 2**39 and bytes_of("12345") == 12_345
+    assert bytes_of("80GB") == 80 * 10**9 and bytes_of("1.5TiB") == 3 * 2**39 and bytes_of("12345678") == 12_345_678
     assert bytes_of("0", least=0) == 0
     for text in ("24G", "x", "", "-1GiB", "0GiB", "1e30", "9" * 30, "9" * 400, "9" * 5000, "10000TiB", "GiB"):
         with pytest.raises(ValueError, match="memory"):
             bytes_of(text)
+    with pytest.raises(ValueError, match="24 without a unit is 24 bytes, no size of a memory; write 24GiB or 24GB"):
+        bytes_of("24")
 
 
 def test_numbers_of_parameters() -> None:

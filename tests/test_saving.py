@@ -864,3 +864,8 @@ def test_inspect_other_things(tmp_path: Path) -> None:
     sealed.write(tmp_path / "forged", {"rows": 1}, {})
     code, output = inspect(tmp_path / "forged")
     assert code == 2 and "forged" in output
+
+
+def test_a_file_and_a_model_in_each_others_place() -> None:
+    with pytest.raises(TypeError, match="the file first and the model second"):
+        kvbits.load(zoo.build("llama"), "cache.kvbits")  # type: ignore[arg-type]

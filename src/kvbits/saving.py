@@ -89,8 +89,11 @@ def load(
 
     Raises:
         FileNotFoundError: if there is no such file.
+        TypeError: where file and model are in each other's place.
         ValueError: if it is damaged, of a later release, or no cache, or not for this model; the reason says which.
     """
+    if isinstance(model, (str, Path)) or not isinstance(path, (str, Path)):
+        raise TypeError("load takes the file first and the model second: kvbits.load('cache.kvbits', model)")
     own = str(path).replace(_RANK, str(Heads.of(model).rank))
     return Saved(own).cache(model, tokenizer=tokenizer, verify=verify)
 

@@ -330,9 +330,17 @@ class KVCache(Cache):
 
 
 def nbytes_of(caches: Iterable[KVCache]) -> ByteCount:
-    """Bytes really allocated by several caches together: what forks share counts once."""
-    seen: set[int] = set()
-    return sum((cache._count(seen) for cache in caches), ByteCount())
+    """Bytes really allocated by several caches together: what forks share counts once.
+
+    Raises:
+        TypeError: for anything else than a :class:`KVCache`.
+    """
+    seen, total = set[int](), ByteCount()
+    for cache in caches:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"nbytes_of counts kvbits.KVCache objects, not {type(cache).__name__}; see its own nbytes")
+        total += cache._count(seen)
+    return total
 
 
 def no_model() -> None:

@@ -205,11 +205,15 @@ class StaticKVCache(Cache):
                 does no harm.
 
         Raises:
-            ValueError: beyond the capacity; where the device has counted other steps than those that were told; or if
-                a value to be packed is not finite.
+            ValueError: for less than 0 steps; beyond the capacity; where the device has counted other steps than those
+                that were told; or if a value to be packed is not finite.
             RuntimeError: if a forward was interrupted; what it had stored is taken back.
         """
         if steps is not None:
+            if not isinstance(steps, int) or steps < 0:
+                raise ValueError(
+                    f"advance takes a number of forwards, 0 or more, or None to ask the device, not {steps!r}"
+                )
             columns = self.columns + steps
         else:
             held = torch.cat([layer.core.columns for layer in self.layers]).tolist()
@@ -260,7 +264,8 @@ class StaticKVCache(Cache):
         if not torch.equal(text, known):
             raise ValueError(
                 "attention_mask calls other columns text than the calls before it did; a token of a frozen cache sees "
-                "all text of its row. Use the kvbits.KVCache for masks that hide some of it"
+                "all text of its row. Use the kvbits.KVCache for masks that hide some of it. (Where generate is given "
+                "none it makes one, in which pad_token_id is padding: pass a mask of ones where it is text)"
             )
 
     def begin(self, forward_of: int) -> None:

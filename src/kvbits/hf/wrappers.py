@@ -71,6 +71,8 @@ class PrepareInputs(Wrapper):
             # One forward ran since the last call of the same generate; before the first nobody knows how many.
             first = "is_first_iteration" not in self.takes.parameters or bound.get("is_first_iteration")
             given.make_room(None if first or self.model.device.type == "cpu" else 1)
+            if first:  # what is made of it is taken for one of Transformers' own; later ones only add ones
+                given.refuse_mask(bound.get("attention_mask"))
         inputs = self.stock(*args, **kwargs)
         if given is not None and bound.get("use_cache") is False:
             raise ValueError(

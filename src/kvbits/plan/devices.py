@@ -80,7 +80,7 @@ def machine_bytes() -> int:
 
 
 def bytes_of(text: str, least: int = 1) -> int:
-    """Read ``24GiB``, ``80GB`` or a number of bytes, ``least`` or more.
+    """Read ``24GiB``, ``80GB`` or a number of bytes, a MiB at least; ``least`` or more.
 
     Raises:
         ValueError: for anything else, and for sizes that no device has.
@@ -90,6 +90,8 @@ def bytes_of(text: str, least: int = 1) -> int:
         near = f"; {text}ib is binary, {text}b decimal" if match is not None and match[2] in "kmgt" else ""
         raise ValueError(f"{text!r} is no size of a memory; write it as 24GiB (2^30 bytes) or 24GB (10^9 bytes){near}")
     size = math.floor(float(match[1]) * _UNITS[match[2]])
+    if not match[2] and 0 < size < 2**20:
+        raise ValueError(f"{text} without a unit is {text} bytes, no size of a memory; write {text}GiB or {text}GB")
     if not least <= size <= MOST_BYTES:
         raise ValueError(f"a memory of {text} is no device's; give {least} B to {MOST_BYTES // 2**50} PiB")
     return size
