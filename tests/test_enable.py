@@ -799,3 +799,8 @@ def test_explain_of_a_model_that_asks_for_weights() -> None:
 
 def test_the_names_of_our_attention_functions() -> None:
     assert STOCK_OF == {"kvbits": "sdpa", "kvbits_eager": "eager"}
+
+
+def test_explain_speaks_of_the_scheme_that_was_given() -> None:
+    with pytest.raises(ValueError, match=r"^nuq3-1% needs a calibration .* --scheme nuq3-1%' or"):
+        kvbits.explain(zoo.build("llama"), "nuq3-1%")

@@ -92,13 +92,13 @@ def explain(
 
 
 def _explain(model: PreTrainedModel, scheme: Scheme, options: dict[str, Any]) -> Explanation:
+    shown = cache_for(model, scheme, **options)  # first, so that what is wrong is said of the scheme that was given
     # The same codecs, with nothing kept back: one block of tokens is then enough to have packed history.
     probe = replace(scheme, residual=0, sinks=0, late_sinks=0) if scheme.packs else scheme
     cache = cache_for(model, probe, **options)
     for layer in cache.packed_layers:
         layer.trace.asked = True
     _probe(model, cache_name(model), cache, probe.block)
-    shown = cache_for(model, scheme, **options)
     paths = []
     for index, (layer, real) in enumerate(zip(cache.layers, shown.layers, strict=True)):
         if isinstance(layer, PackedLayer) and isinstance(real, PackedLayer):
