@@ -333,21 +333,27 @@ def test_keys_before_the_rotary_embedding(scheme: str, pairs: int, interleaved: 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("scheme", ("nuq4", "nuq3", "nuq2", "int4-calibrated", "int4", "int8", "kivi2", "fp8-static"))
 def test_keys_before_the_rotary_embedding_whose_pairs_are_halves(scheme: str, dtype: torch.dtype) -> None:
-    """As in most models: channels of both halves share cosines. Every number of the angles counts."""
+    """As in most models: channels of both halves share cosines."""
     shape = Shape(1, 3, 64, 16)
     view = view_of(shape, (90, 1), f"{scheme},{SMALL}", batch=1, dtype=dtype)
     rope = angles_for(view, 32)
     call = Call(query_for(view, shape, 1), dataclasses.replace(view, key_transform=Transform(rope=rope)), 0.15)
     assert_right(call)
-    if scheme != "nuq3" or dtype == torch.bfloat16:
-        return
+
+
+@needs_triton
+def test_every_number_of_the_angles_counts() -> None:
+    shape = Shape(1, 3, 64, 16)
+    view = view_of(shape, (90, 1), f"nuq3,{SMALL}", batch=1, dtype=torch.float32)
+    rope = angles_for(view, 32)
+    call = Call(query_for(view, shape, 1), dataclasses.replace(view, key_transform=Transform(rope=rope)), 0.15)
     right = run(call)
     for name in ("base_cos", "base_sin", "step_cos", "step_sin"):
         x = getattr(rope, name).clone()
         x[..., 1, 31] += 0.5
         broken = Transform(rope=dataclasses.replace(rope, **{name: x}))
         other = dataclasses.replace(call, view=dataclasses.replace(view, key_transform=broken))
-        assert not torch.allclose(run(other), right, atol=1e-4), name
+        assert float((run(other) - right).abs().amax()) > 1e-4, name  # not of NaN either
 
 
 @needs_triton

@@ -146,9 +146,11 @@ def _step_tables(view: KVView, rope: Rope, turn: Turn, parts: int) -> tuple[torc
         channels, padding = padded_channels(view.keys.shape[3]), (0, turn.padded - turn.half)
         tables = []
         for x, still in ((rope.step_cos, 1.0), (rope.step_sin, 0.0)):
-            pairs = split_in_parts(pad(x, padding), parts).flatten()
-            keys = split_in_parts(_by_channel(x, turn, channels, still), parts).flatten()
-            tables.append(torch.cat([keys, pairs]) if turn.what == TURNED_KEYS else pairs)
+            table = split_in_parts(pad(x, padding), parts).flatten()
+            if turn.what == TURNED_KEYS:
+                keys = split_in_parts(_by_channel(x, turn, channels, still), parts).flatten()
+                table = torch.cat([keys, table])
+            tables.append(table)
         memo[name] = held = (rope.step_cos, rope.step_sin, *tables)
     return held[2], held[3]
 
