@@ -11,8 +11,8 @@ WORKERS ?= 2
 SIDE_BY_SIDE = -n $(WORKERS) --dist worksteal
 # How long the C++ kernels are tried on random calls.
 FUZZ_SECONDS ?= 60
-LOWEST_TESTS ?= tests/test_generation.py tests/test_families.py
-PARITY_TESTS ?= $(shell grep -l mark.parity tests/test_*.py)
+LOWEST_TESTS ?= tests/hf/test_generation.py tests/hf/test_families.py
+PARITY_TESTS ?= $(shell grep -rl mark.parity tests)
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -101,11 +101,11 @@ native: $(VENV)/.stamp-dev
 triton: export TRITON_INTERPRET = 1
 triton: $(VENV)/.stamp-dev
 	@$(PY) -m pip install $(PIP_QUIET) 'triton>=3.5,<4' 'numpy<2.4'
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS) tests/test_triton*.py tests/test_static.py
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS) tests/triton_kernels
 
 vllm: export HF_HUB_OFFLINE = 1
 vllm: $(VENV_VLLM)/.stamp
-	$(PY_VLLM) -m pytest -p no:cacheprovider $(PYTEST_FLAGS) tests/test_vllm_pages.py tests/test_vllm.py
+	$(PY_VLLM) -m pytest -p no:cacheprovider $(PYTEST_FLAGS) tests/vllm_pages
 
 setup: $(VENV)/.stamp-dev
 

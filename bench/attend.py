@@ -24,14 +24,14 @@ import torch
 from common import require_green, write
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvbits import memory
 from kvbits.attend import Call, KVView, native, reference
-from kvbits.cache import LayerCache
+from kvbits.backends import instruction_set
 from kvbits.codecs import Codec
-from kvbits.library import instruction_set
+from kvbits.layer.cache import LayerCache
 from kvbits.measure.setting import SEED
-from kvbits.rotary import Rotary
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
+from kvbits.store import huge_pages
+from kvbits.transform.rotary import Rotary
 from kvbits.types import Params
 
 SHAPES = ((32, 8, 128), (32, 32, 128))
@@ -73,7 +73,7 @@ def copies(view: KVView) -> list[KVView]:
     count = max(2, -(-AT_LEAST_BYTES // view.blocks.pool.nbytes))
     made = []
     for _ in range(count):
-        pool = memory.allocate(tuple(view.blocks.pool.shape), view.blocks.pool.device)
+        pool = huge_pages.allocate(tuple(view.blocks.pool.shape), view.blocks.pool.device)
         pool.copy_(view.blocks.pool)
         made.append(dataclasses.replace(view, blocks=dataclasses.replace(view.blocks, pool=pool)))
     return made
@@ -129,7 +129,7 @@ def error_of(call: Call) -> float:
 
 def read_bandwidth() -> float:
     """Bytes per second of summing a gigabyte with all threads: what DRAM gives to a plain read."""
-    data = memory.allocate((AT_LEAST_BYTES,), torch.device("cpu")).fill_(1).view(torch.float32)
+    data = huge_pages.allocate((AT_LEAST_BYTES,), torch.device("cpu")).fill_(1).view(torch.float32)
     return AT_LEAST_BYTES / statistics.median(seconds(lambda: data.sum()) for _ in range(7))
 
 
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--chunk-schemes", default="int4,kivi2,fp8")
     parser.add_argument("--out", default="attend")
     options = parser.parse_args()
-    require_green("tests/test_attend.py")
+    require_green("tests/attend/test_attend.py")
     torch.manual_seed(SEED)
     bandwidth = read_bandwidth()
     rows = decode_rows(options.rounds, options.tokens, tuple(options.schemes.split(",")))

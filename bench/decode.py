@@ -13,8 +13,8 @@ from typing import Any
 
 from common import measured, require_green, write
 
-from kvbits.grammar import split_schemes
 from kvbits.measure.bench import Bench
+from kvbits.schemes.grammar import split_schemes
 
 PEERS = ("hf:dynamic", "hf:quanto4", "hf:quanto2")
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", default="decode")
     options = parser.parse_args()
-    require_green("tests/test_attend.py", "tests/test_smollm2.py")
+    require_green("tests/attend/test_attend.py", "tests/hf/test_smollm2.py")
     schemes, contexts = [*PEERS, *split_schemes(options.schemes)], list(map(int, options.contexts.split(",")))
     rows: list[dict[str, Any]] = []
     for dtype in options.dtypes.split(","):

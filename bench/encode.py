@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from common import require_green, write
 
-from kvbits.cache import ENCODE_BLOCKS
+from kvbits.backends import instruction_set
 from kvbits.codecs import Codec, HalfQuadratic
 from kvbits.encode import native
-from kvbits.library import instruction_set
+from kvbits.layer.cache import ENCODE_BLOCKS
 from kvbits.measure.setting import SEED
 from kvbits.numerics import bitpack
-from kvbits.spelling import parse_codec
+from kvbits.schemes.names import parse_codec
 from kvbits.types import Params
 
 SCHEMES = (
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--pieces", type=int, default=128, help="of 4 MiB; together they are the buffer")
     parser.add_argument("--out", default="encode")
     options = parser.parse_args()
-    require_green("tests/test_encode.py")
+    require_green("tests/encode/test_encode.py")
     if instruction_set() is None:
         raise SystemExit("the native kernels are not built")
     generator = torch.Generator().manual_seed(SEED)

@@ -6,7 +6,7 @@ data that are larger together than the L2 cache, as the layers of a model are. T
 flash and cuDNN attention, with the query heads of a group as heads or as rows, and flash-attn where it is installed.
 
     python bench/gpu.py                    # one CUDA machine, under 8 minutes; writes bench/results/gpu.json
-    python bench/gpu.py --tune kivi4,int4  # other ways to cut the work, for attend/triton_tuning.py
+    python bench/gpu.py --tune kivi4,int4  # other ways to cut the work, for attend/triton/tuning.py
     python bench/gpu.py --dry              # the same code on a CPU in Triton's interpreter, tiny: no figures
 """
 
@@ -33,15 +33,16 @@ from gpu_encode import ENCODED, encode_row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvbits.attend import Call, KVView, triton_decode
-from kvbits.attend.triton_tuning import Tuning, tuned
-from kvbits.cache import LayerCache
-from kvbits.library import OPT_IN
+from kvbits.attend import Call, KVView
+from kvbits.attend.triton import decode as triton_decode
+from kvbits.attend.triton.tuning import Tuning, tuned
+from kvbits.backends import OPT_IN
+from kvbits.layer.cache import LayerCache
 from kvbits.measure.setting import SEED
-from kvbits.rotary import Rotary
-from kvbits.rows import Rows
-from kvbits.scheme import Scheme
-from kvbits.store import Blocks
+from kvbits.schemes.scheme import Scheme
+from kvbits.store.blocks import Blocks
+from kvbits.store.rows import Rows
+from kvbits.transform.rotary import Rotary
 
 os.environ[OPT_IN] = "1"
 SCHEMES = ("default", "small", "int4", "kivi4", "int2", "kivi2", "fp8", "int8", "int3", "nf4")

@@ -25,11 +25,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from kvbits.attend import triton_decode, triton_kernel
-from kvbits.attend.triton_shape import TURNED_KEYS, TURNED_MEAN, Shape, Turn, shape_for, static_zero
-from kvbits.attend.triton_tuning import tuning_for
-from kvbits.record import Record
-from kvbits.scheme import Scheme
+from kvbits.attend.triton import decode as triton_decode
+from kvbits.attend.triton import kernel as triton_kernel
+from kvbits.attend.triton.shape import Shape, Turn, shape_for, static_zero
+from kvbits.attend.triton.tuning import tuning_for
+from kvbits.schemes.scheme import Scheme
+from kvbits.store.record import Record
+from kvbits.transform import TURNED_KEYS, TURNED_MEAN
 
 SCHEMES = "int8,fp8,fp8-static,int4,kivi4,nf4,int3,int2,kivi2,default,small,nuq4,nuq3,nuq2,nuq3-1%"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

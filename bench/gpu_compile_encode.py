@@ -16,11 +16,11 @@ from gpu_compile import Lowering, compile_all, machine_code, parser, spills
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvbits.attend.triton_shape import TURNED_KEYS, TURNED_MEAN
-from kvbits.encode import triton_kernel
-from kvbits.encode.triton_shape import Before, Shape, warps_of
+from kvbits.attend.triton.shape import TURNED_KEYS, TURNED_MEAN
+from kvbits.encode.triton import kernel as triton_kernel
+from kvbits.encode.triton.shape import Before, Shape, warps_of
 from kvbits.numerics import hadamard
-from kvbits.spelling import parse_codec
+from kvbits.schemes.names import parse_codec
 
 CODECS = (
     "int8,int4,int3,int2,int4-channel,int2-channel,nf4,lm4,lm2,fp8,fp8-static,int4-static,hqq4,hqq2,hqq4-channel,"

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from gpu_clock import Clock
 
-from kvbits.attend import NOTHING, Rope, Transform
 from kvbits.codecs import Codec, Grouped, HalfQuadratic
 from kvbits.encode import reference
-from kvbits.encode import triton as fast
+from kvbits.encode.triton import encode as fast
 from kvbits.numerics import hadamard
-from kvbits.record import Record
-from kvbits.rotary import Rotary
-from kvbits.rows import Rows
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
+from kvbits.store.record import Record
+from kvbits.store.rows import Rows
+from kvbits.transform import NOTHING, Rope, Transform
+from kvbits.transform.rotary import Rotary
 from kvbits.types import Params
 
 ENCODED = (

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    require_green("tests/test_saving.py")
+    require_green("tests/sessions/test_saving.py")
     torch.manual_seed(SEED)
     prompts = Prompts(load_tokenizer(options.model)(prose(), return_tensors="pt").input_ids[0])
     rows = []

@@ -12,9 +12,9 @@ from typing import Any
 
 from common import measured, write
 
-from kvbits.grammar import split_schemes
 from kvbits.measure.bench import Bench
 from kvbits.measure.peak import STEPS
+from kvbits.schemes.grammar import split_schemes
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvbits import parallel
 from kvbits.attend import Call, attend
-from kvbits.catalogue import RECOMMENDED
 from kvbits.hf.names import cache_name
 from kvbits.hf.tokens import TokenIds
-from kvbits.rows import Rows
+from kvbits.schemes.catalogue import RECOMMENDED
+from kvbits.store.rows import Rows
 
 LAYERS, HEADS, KV_HEADS, CHANNELS = 24, 14, 2, 64
 """Qwen2.5-0.5B."""

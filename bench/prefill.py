@@ -13,9 +13,9 @@ from typing import Any
 
 from common import measured, require_green, write
 
-from kvbits.grammar import split_schemes
 from kvbits.measure.bench import Bench
 from kvbits.measure.caches import EXACT
+from kvbits.schemes.grammar import split_schemes
 
 
 def seconds(plan: Bench) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default="prefill")
     options = parser.parse_args()
-    require_green("tests/test_attend.py", "tests/test_encode.py")
+    require_green("tests/attend/test_attend.py", "tests/encode/test_encode.py")
     schemes = split_schemes(options.schemes)
     rows: list[dict[str, Any]] = []
     for dtype in options.dtypes.split(","):

@@ -22,7 +22,7 @@ from typing import Any
 
 from common import prose, write
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from small import save
 
 OWN = "vLLM's own"

@@ -25,16 +25,16 @@ import measured_speed
 import torch
 from measured import code, table
 
-import kvbits.grammar
-from kvbits import pages
-from kvbits.cache import LayerCache
-from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, Entry
+import kvbits.schemes.grammar
 from kvbits.codecs import CODECS, Codec
 from kvbits.hf.translate import scheme_of_cache_config
+from kvbits.layer.cache import LayerCache
 from kvbits.numerics import bitpack
-from kvbits.record import ALIGNMENT_BYTES, Record
-from kvbits.rotary import Rotary
-from kvbits.scheme import BLOCK_TOKENS, BLOCKS, Scheme
+from kvbits.schemes import help as pages
+from kvbits.schemes.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, Entry
+from kvbits.schemes.scheme import BLOCK_TOKENS, BLOCKS, Scheme
+from kvbits.store.record import ALIGNMENT_BYTES, Record
+from kvbits.transform.rotary import Rotary
 from kvbits.types import Format
 
 ROOT = Path(__file__).parent.parent
@@ -132,7 +132,7 @@ def catalogue() -> str:
 
 def page_link(page: str) -> str:
     """A link from ``docs/``."""
-    return f"[{page.replace('_', '-')}](../src/kvbits/pages/{page}.md)"
+    return f"[{page.replace('_', '-')}](../src/kvbits/schemes/help/{page}.md)"
 
 
 def blocks() -> str:
@@ -220,7 +220,7 @@ def page_sections(page: str) -> dict[str, Callable[[], str]]:
 
 
 def grammar() -> str:
-    text = (kvbits.grammar.__doc__ or "").split("::\n", 1)[1]
+    text = (kvbits.schemes.grammar.__doc__ or "").split("::\n", 1)[1]
     return f"```text\n{textwrap.dedent(text).strip()}\n```"
 
 
@@ -330,6 +330,18 @@ def _byte(places: list[tuple[int, int]], row: int) -> list[str]:
     return ["; ".join(pieces)]
 
 
+def floors() -> str:
+    """The rooms of the house, from the top floor down; tests/house/test_floors.py holds the code to the same table."""
+    sys.path.append(str(ROOT / "tests" / "support"))
+    from rooms import ROOMS
+
+    names = {name: "`native/`" if name == "_native" else f"`{name}.py`" if room.file else f"`{name}/`"
+             for name, room in ROOMS.items()}  # fmt: skip
+    return table(
+        ["floor", "room", "what it is"], [[room.floor, names[name], room.what] for name, room in ROOMS.items()], [0]
+    )
+
+
 def facts() -> str:
     text = (
         f"Records below: blocks of {BLOCK_TOKENS} tokens, head_dim 128 for K and V, a model in {dtype_name(DTYPE)}; "
@@ -356,6 +368,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "batches": measured_speed.batches,
         "decode_8k": functools.partial(measured_speed.decode_speed, "decode_8k"),
     },
+    "docs/design.md": {"floors": floors},
     "docs/save.md": {"load": measured_speed.loading},
     "docs/serve.md": {"serve_load": measured_speed.serving},
     "docs/vllm.md": {"vllm_speed": measured_speed.vllm_speed},
@@ -378,7 +391,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "records": records,
         "head_dims": head_dims,
     },
-    **{f"src/kvbits/pages/{page}.md": page_sections(page) for page in (*pages.METHODS, *pages.MODIFIERS)},
+    **{f"src/kvbits/schemes/help/{page}.md": page_sections(page) for page in (*pages.METHODS, *pages.MODIFIERS)},
 }
 
 

@@ -63,6 +63,16 @@ def smollm2(smollm2_folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     return load_model(str(smollm2_folder)), load_tokenizer(str(smollm2_folder))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama with a word tokenizer, as the command line is given it."""
+    from command_line import write_model
+
+    path = tmp_path_factory.mktemp("model")
+    write_model(path)
+    return str(path)
+
+
 @pytest.fixture
 def smollm2_from_folder(smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is called ``smollm2`` is read from that folder in this process."""

@@ -1,4 +1,4 @@
-// How the Triton encoder divides (src/kvbits/encode/triton_kernel/numbers.py, `quotient`): products with a reciprocal,
+// How the Triton encoder divides (src/kvbits/encode/triton/kernel/numbers.py, `quotient`): products with a reciprocal,
 // mended by what they leave over. Always the quotient that division rounds to?
 //
 // Exponents only move all numbers alike where nothing is too small for float32, so mantissas are what is tried: for

@@ -10,18 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvbits.cache import LayerCache
     from kvbits.calibration import calibrate
-    from kvbits.catalogue import CATALOGUE, RECOMMENDED
     from kvbits.files import Calibration, load_calibration
     from kvbits.hf.attach import cache_for, disable, enable
     from kvbits.hf.cache import KVCache, nbytes_of
     from kvbits.hf.explain import explain
+    from kvbits.hf.frozen import StaticKVCache, freeze
     from kvbits.hf.loading import load_model
-    from kvbits.hf.static import StaticKVCache, freeze
-    from kvbits.prefixes import PrefixStore
-    from kvbits.saving import Saved, load, save
-    from kvbits.scheme import Scheme
+    from kvbits.layer.cache import LayerCache
+    from kvbits.schemes.catalogue import CATALOGUE, RECOMMENDED
+    from kvbits.schemes.scheme import Scheme
+    from kvbits.sessions.prefixes import PrefixStore
+    from kvbits.sessions.saving import Saved, load, save
 
 __version__ = "0.1.0"
 
@@ -49,34 +49,43 @@ __all__ = [
 ]
 
 _LAZY = {
-    "CATALOGUE": "kvbits.catalogue",
-    "RECOMMENDED": "kvbits.catalogue",
+    "CATALOGUE": "kvbits.schemes.catalogue",
+    "RECOMMENDED": "kvbits.schemes.catalogue",
     "Calibration": "kvbits.files",
     "KVCache": "kvbits.hf.cache",
-    "LayerCache": "kvbits.cache",
-    "PrefixStore": "kvbits.prefixes",
-    "Saved": "kvbits.saving",
-    "Scheme": "kvbits.scheme",
-    "StaticKVCache": "kvbits.hf.static",
+    "LayerCache": "kvbits.layer.cache",
+    "PrefixStore": "kvbits.sessions.prefixes",
+    "Saved": "kvbits.sessions.saving",
+    "Scheme": "kvbits.schemes.scheme",
+    "StaticKVCache": "kvbits.hf.frozen",
     "cache_for": "kvbits.hf.attach",
     "calibrate": "kvbits.calibration",
     "disable": "kvbits.hf.attach",
     "enable": "kvbits.hf.attach",
     "explain": "kvbits.hf.explain",
-    "freeze": "kvbits.hf.static",
-    "load": "kvbits.saving",
+    "freeze": "kvbits.hf.frozen",
+    "load": "kvbits.sessions.saving",
     "load_calibration": "kvbits.files",
     "load_model": "kvbits.hf.loading",
     "nbytes_of": "kvbits.hf.cache",
-    "save": "kvbits.saving",
+    "save": "kvbits.sessions.saving",
 }
 
-_MODULES = ("attend", "cache", "catalogue", "codecs", "parallel", "scheme", "store")
+_MODULES = {
+    "attend": "kvbits.attend",
+    "codecs": "kvbits.codecs",
+    "parallel": "kvbits.parallel",
+    "store": "kvbits.store",
+    # Where these modules stood before they had rooms.
+    "cache": "kvbits.layer.cache",
+    "catalogue": "kvbits.schemes.catalogue",
+    "scheme": "kvbits.schemes.scheme",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"kvbits.{name}")
+        return importlib.import_module(_MODULES[name])
     if name not in _LAZY:
         raise AttributeError(f"module 'kvbits' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)

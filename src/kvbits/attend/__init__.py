@@ -1,4 +1,4 @@
-"""Floor 3: attention over packed blocks. ``KERNELS`` lists the kernels, best first; the first that fits runs."""
+"""Attention over packed blocks. ``KERNELS`` lists the kernels, best first; the first that fits runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvbits.attend import native, reference, triton_decode
+from kvbits.attend import native, reference
 from kvbits.attend.call import Call, Partial
-from kvbits.attend.transform import NOTHING, Rope, Transform
+from kvbits.attend.triton import decode as triton_decode
 from kvbits.attend.view import KVView, Share
 from kvbits.numerics.modes import without_autocast
 
 __all__ = [
-    "KERNELS", "NOTHING", "Call", "KVView", "Kernel", "Partial", "Rope", "Share", "Transform", "attend", "choose",
-    "explain",
+    "KERNELS", "Call", "KVView", "Kernel", "Partial", "Share", "attend", "choose", "explain",
 ]  # fmt: skip
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvbits.attend.transform import Rope
+from kvbits.backends import DTYPES, LEVELS, PER, library
 from kvbits.codecs import Codec
-from kvbits.library import DTYPES, LEVELS, PER, library
 from kvbits.numerics import groups
-from kvbits.record import Slot
+from kvbits.store.record import Slot
+from kvbits.transform import Rope
 from kvbits.types import Params
 
 if TYPE_CHECKING:  # a view decodes itself with this kernel

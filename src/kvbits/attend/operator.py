@@ -15,17 +15,18 @@ from typing import Optional
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvbits.attend import choose, triton_decode
+from kvbits.attend import choose
 from kvbits.attend.call import Call
-from kvbits.attend.transform import Rope, Transform
+from kvbits.attend.triton import decode as triton_decode
 from kvbits.attend.view import KVView
-from kvbits.library import why_triton_is_off
+from kvbits.backends import why_triton_is_off
 from kvbits.numerics import hadamard
 from kvbits.numerics.modes import without_autocast
-from kvbits.record import Record
-from kvbits.rows import Rows
-from kvbits.scheme import Scheme
-from kvbits.store import Blocks
+from kvbits.schemes.scheme import Scheme
+from kvbits.store.blocks import Blocks
+from kvbits.store.record import Record
+from kvbits.store.rows import Rows
+from kvbits.transform import Rope, Transform
 from kvbits.types import Params
 
 parse = functools.lru_cache(maxsize=64)(Scheme.parse)
@@ -49,13 +50,14 @@ def attend_static(
     scaling: float,
     softcap: Optional[float],  # noqa: UP045
 ) -> torch.Tensor:
-    """Attention of one new token over a :class:`kvbits.static.StaticLayer`.
+    """Attention of one new token over a :class:`kvbits.layer.frozen.StaticLayer`.
 
     Args:
         query: ``[B, Hq, 1, Dk]``.
         keys, values: exact slots ``[B, H, L, Dk]`` and ``[B, H, L, Dv]``, the new token among them.
         pool: uint8 ``[P, H, record bytes]``.
-        table, in_order: see :class:`kvbits.store.Blocks`; the table has a column for each block that there can be.
+        table, in_order: see :class:`kvbits.store.blocks.Blocks`; the table has a column for each block that there can
+            be.
         counts, held: int32 ``[B]``, blocks and exact slots in use.
         learned: what the layer has learned, and the angles of all blocks that there can be, if keys have any.
         names: of ``learned``, with commas between: ``key.<name>`` and ``value.<name>`` of the codecs' params (``mean``

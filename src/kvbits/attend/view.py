@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvbits.attend import native
-from kvbits.attend.transform import Transform
-from kvbits.late import Late, listed, not_late, own_numbers
 from kvbits.numerics.cast import narrow
-from kvbits.rows import Rows
-from kvbits.scheme import Scheme
-from kvbits.store import Blocks
+from kvbits.schemes.scheme import Scheme
+from kvbits.store.blocks import Blocks
+from kvbits.store.late_sinks import Late, listed, not_late, own_numbers
+from kvbits.store.rows import Rows
+from kvbits.transform import Transform
 from kvbits.types import Params
 
 if TYPE_CHECKING:  # a call is made of a view

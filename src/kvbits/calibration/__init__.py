@@ -18,16 +18,27 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from kvbits import __version__, fingerprint
+from kvbits import __version__
+from kvbits.calibration.fit import SHORTEST, Fit, Samples, fit_layer
 from kvbits.calibration.plan import Checkpointing, foresee, size
 from kvbits.calibration.text import longest_text, refuse_foreign, sample_ids
-from kvbits.catalogue import CATALOGUE
 from kvbits.codecs import Codec
-from kvbits.files import ABOUT, FORMAT, WEIGHTS, Calibration, Side, about_tensors, alone, replacing, save_tensors
-from kvbits.fitting import SHORTEST, Fit, Samples, fit_layer
-from kvbits.heads import Heads
-from kvbits.scheme import SINK_TOKENS, Scheme
-from kvbits.spelling import parse_codec
+from kvbits.files import (
+    ABOUT,
+    FORMAT,
+    WEIGHTS,
+    Calibration,
+    Side,
+    about_tensors,
+    alone,
+    fingerprint,
+    replacing,
+    save_tensors,
+)
+from kvbits.schemes.catalogue import CATALOGUE
+from kvbits.schemes.names import parse_codec
+from kvbits.schemes.scheme import SINK_TOKENS, Scheme
+from kvbits.tensor_parallel import Heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -138,7 +149,7 @@ class _Job:
         folder: Path,
         report: Report,
     ) -> None:
-        from kvbits.hf.rotary import rotaries
+        from kvbits.hf.rotation.rotary import rotaries
 
         self.model, self.ids, self.schemes, self.about, self.folder = model, ids, schemes, about, folder
         self.report, self.checkpointing = report, False

@@ -1,4 +1,4 @@
-"""Floor 7: the command line. Every command is a few lines over the library, one file for each or a few of a kind."""
+"""The command line. Every command is a few lines over the library, one file for each or a few of a kind."""
 
 from __future__ import annotations
 

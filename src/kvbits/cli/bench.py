@@ -26,7 +26,7 @@ from kvbits.cli.common import (
     results_file,
     tokens_of,
 )
-from kvbits.grammar import split_schemes
+from kvbits.schemes.grammar import split_schemes
 
 if TYPE_CHECKING:
     from kvbits.measure.bench import Cell

@@ -9,7 +9,7 @@ import typer
 from rich.progress import TaskID
 
 from kvbits.cli.common import Device, DType, Model, attempt, bars, err, load, out, read_text
-from kvbits.scheme import SINK_TOKENS, Scheme
+from kvbits.schemes.scheme import SINK_TOKENS, Scheme
 
 
 def calibrate(

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvbits.catalogue import RECOMMENDED
 from kvbits.cli.common import Calibrated, Device, DType, Model, attempt, err, fail, load
 from kvbits.files import refuse_uncalibrated
 from kvbits.files.sealed import Sealed
-from kvbits.scheme import Scheme
+from kvbits.schemes.catalogue import RECOMMENDED
+from kvbits.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
-    from kvbits.conversation import Answer, Conversation
+    from kvbits.sessions.conversation import Answer, Conversation
 
 HELP = """/exit          leave (or Ctrl-D)
 /reset         begin anew, with the same system message
@@ -63,8 +63,8 @@ def chat(
     loaded, tokenizer = load(model, dtype, device)
     import torch
 
-    from kvbits.conversation import Conversation
     from kvbits.hf.attach import cache_for
+    from kvbits.sessions.conversation import Conversation
 
     if seed is not None:
         torch.manual_seed(seed)
@@ -87,7 +87,7 @@ def _session_of(
         if path is not None and not path.absolute().parent.is_dir():
             fail(f"--session {path}: there is no folder {path.parent}")
         return None
-    from kvbits.conversation import messages_in
+    from kvbits.sessions.conversation import messages_in
 
     file: Sealed = attempt(Sealed, path)
     messages = attempt(messages_in, file.about["note"], path)
@@ -187,7 +187,7 @@ class _Chat:
 
     def _failed(self, error: Exception) -> None:
         """Say why a turn did not come to be; lines from a pipe end there."""
-        from kvbits.conversation import ContextFull
+        from kvbits.sessions.conversation import ContextFull
 
         way_out = (
             "; /reset does, and the session's file stays until the next answer"

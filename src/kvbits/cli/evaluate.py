@@ -29,7 +29,7 @@ from kvbits.cli.common import (
     working,
 )
 from kvbits.files import load_calibration
-from kvbits.grammar import split_schemes
+from kvbits.schemes.grammar import split_schemes
 
 if TYPE_CHECKING:
     from kvbits.measure.results import Results

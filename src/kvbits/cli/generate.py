@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvbits.catalogue import RECOMMENDED
 from kvbits.cli.common import (
     Calibrated,
     Device,
@@ -27,7 +26,8 @@ from kvbits.cli.common import (
     topics,
 )
 from kvbits.files import load_calibration, refuse_uncalibrated
-from kvbits.scheme import Scheme
+from kvbits.schemes.catalogue import RECOMMENDED
+from kvbits.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
     from kvbits.hf.run import Run

@@ -14,7 +14,7 @@ import typer
 from kvbits.cli.common import attempt, fail, out
 from kvbits.files import ABOUT, TENSORS, Calibration
 from kvbits.files.sealed import Sealed
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
 
 _NOTE_CHARACTERS = 400
 
@@ -55,7 +55,7 @@ def _of_calibration(folder: Path) -> list[tuple[str, str]]:
 
 
 def _of_store(folder: Path) -> list[tuple[str, str]]:
-    from kvbits.prefixes import files_of
+    from kvbits.sessions.prefixes import files_of
 
     files = sorted(files_of(folder), key=lambda file: -file.used_ns)
     if not files:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvbits.cli.common import attempt, fail, out, tokens_of, working
-from kvbits.grammar import split_schemes
+from kvbits.schemes.grammar import split_schemes
 
 if TYPE_CHECKING:
     from kvbits.plan.fit import Need

@@ -24,8 +24,8 @@ def report(
 
     Files of several models, dates and settings may be given together; only what was measured alike is compared.
     """
-    from kvbits.measure.report import Rule, write
-    from kvbits.measure.report.words import printable
+    from kvbits.report import Rule, write
+    from kvbits.report.words import printable
 
     rule = attempt(Rule, max_kl=max_kl, min_top1=min_top1, min_speed=min_speed)
     with err.status("drawing"):

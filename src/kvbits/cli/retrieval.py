@@ -30,7 +30,7 @@ from kvbits.cli.common import (
     tokens_of,
 )
 from kvbits.files import load_calibration
-from kvbits.grammar import split_schemes
+from kvbits.schemes.grammar import split_schemes
 
 if TYPE_CHECKING:
     from kvbits.measure.results import Results

@@ -13,12 +13,12 @@ from rich.markdown import Markdown, MarkdownElement, TableElement
 from rich.markup import escape
 from rich.table import Table
 
-from kvbits import pages
-from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, RECOMMENDED
 from kvbits.cli.common import Calibrated, Device, DType, Model, attempt, fail, load, out
-from kvbits.grammar import __doc__ as grammar_of_schemes
-from kvbits.record import Record
-from kvbits.scheme import Scheme
+from kvbits.schemes import help as pages
+from kvbits.schemes.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, RECOMMENDED
+from kvbits.schemes.grammar import __doc__ as grammar_of_schemes
+from kvbits.schemes.scheme import Scheme
+from kvbits.store.record import Record
 
 WIDE = 120
 """Columns of a console from which on the list of schemes also says what is stored, and where it is from."""
@@ -86,7 +86,7 @@ def _page(name: str) -> str:
     page = pages.of_word(name)
     texts = [pages.read(page)] if page is not None else _pages_of_scheme(name)
     text = re.sub(r"<!--.*?-->\n*", "", "\n\n".join(texts), flags=re.S)
-    text = re.sub(r"\[([^\]]+)\]\(\.\./\.\./\.\./([^)#]+)[^)]*\)", r"\1 (`\2`)", text)
+    text = re.sub(r"\[([^\]]+)\]\((?:\.\./)+([^)#]+)[^)]*\)", r"\1 (`\2`)", text)
     return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
 
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from kvbits.catalogue import RECOMMENDED
 from kvbits.cli.common import Calibrated, Device, DType, Model, attempt, err, fail, load
 from kvbits.files import load_calibration, refuse_uncalibrated
-from kvbits.scheme import Scheme
+from kvbits.schemes.catalogue import RECOMMENDED
+from kvbits.schemes.scheme import Scheme
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -61,8 +61,8 @@ def serve(
     from kvbits import serve as serving
 
     attempt(serving.require)
-    from kvbits.prefixes import PrefixStore
     from kvbits.serve import app, engine, server
+    from kvbits.sessions.prefixes import PrefixStore
 
     cannot = f"cannot listen on {host} port {port}: "
     bound = attempt(server.bind, host, port, what=cannot)

@@ -9,7 +9,6 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvbits.catalogue import RECOMMENDED
 from kvbits.cli.common import (
     Calibrated,
     Device,
@@ -25,7 +24,8 @@ from kvbits.cli.common import (
     results_file,
 )
 from kvbits.files import load_calibration
-from kvbits.grammar import split_schemes
+from kvbits.schemes.catalogue import RECOMMENDED
+from kvbits.schemes.grammar import split_schemes
 
 
 def tasks(

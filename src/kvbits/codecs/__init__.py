@@ -1,4 +1,4 @@
-"""Floor 1: one quantization method per file. ``CODECS`` is the table that the grammar, the docs and the tests read."""
+"""One quantization method per file. ``CODECS`` is the table that the grammar, the docs and the tests read."""
 
 from kvbits.codecs.affine import Affine
 from kvbits.codecs.base import Codec

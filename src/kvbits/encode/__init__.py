@@ -1,4 +1,4 @@
-"""Floor 3: encoding blocks. ``KERNELS`` lists the ways to run a codec's ``encode``, best first; the first to fit runs.
+"""Encoding blocks. ``KERNELS`` lists the ways to run a codec's ``encode``, best first; the first to fit runs.
 
 All give the bits of ``transform.apply`` and ``codec.encode``, which stay the definition (HQQ's zeros apart: see
 :mod:`kvbits.encode.native`), and all refuse what no block can hold.
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbits.attend import NOTHING, Transform
 from kvbits.codecs import Codec
-from kvbits.encode import native, reference, triton
+from kvbits.encode import native, reference
 from kvbits.encode.sound import LARGEST, Unsound
+from kvbits.encode.triton import encode as triton
+from kvbits.transform import NOTHING, Transform
 from kvbits.types import Packed, Params
 
 __all__ = ["KERNELS", "LARGEST", "Kernel", "Unsound", "choose", "encode", "explain"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbits.attend import NOTHING, Transform
+from kvbits.backends import DTYPES, LEVELS, PER, library
 from kvbits.codecs import (
     Affine,
     Codec,
@@ -25,8 +25,8 @@ from kvbits.codecs import (
     Rotated,
 )
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
-from kvbits.library import DTYPES, LEVELS, PER, library
 from kvbits.numerics import groups
+from kvbits.transform import NOTHING, Transform
 from kvbits.types import Packed, Params
 
 _RANGE, _HALF_QUADRATIC, _MAGNITUDE, _FIXED, _NORM, _OPEN_RANGE = range(6)

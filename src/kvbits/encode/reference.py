@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvbits.attend import NOTHING, Transform
 from kvbits.codecs import Codec
 from kvbits.encode.sound import Unsound, limit_of
+from kvbits.transform import NOTHING, Transform
 from kvbits.types import Packed, Params
 
 

@@ -1,4 +1,4 @@
-"""Floor 4: what kvbits keeps on disk. Files are written as a whole or not at all, and nothing in them executes.
+"""What kvbits keeps on disk. Files are written as a whole or not at all, and nothing in them executes.
 
 - ``calibration.py``: what was fitted for a model, a pair of files in a folder.
 - ``layer.py``: what one layer of a cache holds, as JSON and tensors; ``plain.py``: the same of any object's attributes.

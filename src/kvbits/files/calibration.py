@@ -18,12 +18,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from kvbits import fingerprint
-from kvbits.catalogue import RECOMMENDED
 from kvbits.codecs import Codec
+from kvbits.files import fingerprint
 from kvbits.files.atomic import replacing
 from kvbits.files.tensors import load_tensors, save_tensors
-from kvbits.scheme import Scheme
+from kvbits.schemes.catalogue import RECOMMENDED
+from kvbits.schemes.scheme import Scheme
 from kvbits.types import Params
 
 FORMAT = 1

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from kvbits.cache import LayerCache
 from kvbits.files.sealed import Content, Damaged, Selection
-from kvbits.record import Record, Slot
-from kvbits.rows import Rows
-from kvbits.store import BlockStore
+from kvbits.layer.cache import LayerCache
+from kvbits.store.blocks import BlockStore
+from kvbits.store.record import Record, Slot
+from kvbits.store.rows import Rows
 
 _SIDES = ("key", "value")
 

@@ -166,7 +166,12 @@ def _laid_out(tensors: Mapping[str, Content]) -> dict[str, _Entry]:
 
 def _header(about: Any, entries: Mapping[str, _Entry], digests: Mapping[str, str]) -> bytes:
     """The length and the header, as long as they will be in the end whatever the digests are."""
-    words = {"kvbits.cache": str(FORMAT), "kvbits.sha256": _NO_DIGEST, "about": _json(about), "sha256": _json(digests)}
+    words = {
+        "kvbits.cache": str(FORMAT),
+        "kvbits.sha256": _NO_DIGEST,
+        "about": _json(about),
+        "sha256": _json(digests),
+    }
     header: dict[str, Any] = {_OWN: words}
     for name, entry in entries.items():
         where = [entry.first, entry.last]

@@ -10,8 +10,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvbits.hf.cache import KVCache
+from kvbits.hf.frozen import StaticKVCache
 from kvbits.hf.names import CACHE_NAMES, cache_name
-from kvbits.hf.static import StaticKVCache
 from kvbits.hf.tokens import text_of
 from kvbits.numerics.modes import host_runs, outside_graphs
 

@@ -20,22 +20,22 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvbits.attend import native
-from kvbits.cache import LayerCache
-from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration, load_calibration, refuse_uncalibrated
-from kvbits.heads import Heads
 from kvbits.hf.announce import Announcer
 from kvbits.hf.attention import STOCK_OF, ours_for, register
 from kvbits.hf.cache import KVCache
 from kvbits.hf.columns import Columns
-from kvbits.hf.frequencies import Unrotatable
 from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import CACHE_NAMES, cache_name
-from kvbits.hf.rotary import Rotaries, forget, rotaries
+from kvbits.hf.rotation.frequencies import Unrotatable
+from kvbits.hf.rotation.rotary import Rotaries, forget, rotaries
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.hf.wrappers import PrepareInputs, Wrapper
-from kvbits.rotary import Rotary
-from kvbits.scheme import Scheme
+from kvbits.layer.cache import LayerCache
+from kvbits.schemes.catalogue import RECOMMENDED
+from kvbits.schemes.scheme import Scheme
+from kvbits.tensor_parallel import Heads
+from kvbits.transform.rotary import Rotary
 from kvbits.types import Params
 
 _ATTRIBUTE = "_kvbits_attachment"

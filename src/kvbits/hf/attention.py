@@ -18,9 +18,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbits.attend import Call, choose, explain
+from kvbits.hf.frozen import Frozen
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, packed_pair
-from kvbits.hf.static import Frozen
 from kvbits.numerics.modes import outside_graphs, without_autocast
 
 STOCK_OF = {"kvbits": "sdpa", "kvbits_eager": "eager"}

@@ -15,8 +15,8 @@ from kvbits.hf.layer import PackedLayer, columns_to_crop, refuse_offloading
 from kvbits.hf.stock import cropped, is_cut_anywhere, storage_bytes
 from kvbits.hf.tokens import TokenIds
 from kvbits.numerics.modes import outside_graphs
-from kvbits.rows import Rows
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
+from kvbits.store.rows import Rows
 from kvbits.types import ByteCount
 
 

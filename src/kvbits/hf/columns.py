@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvbits.hf.rotary import Rotaries
+from kvbits.hf.rotation.rotary import Rotaries
 from kvbits.hf.tokens import UNKNOWN, TokenIds
-from kvbits.rows import Rows
+from kvbits.store.rows import Rows
 
 
 class Columns:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from kvbits.backends import instruction_set
 from kvbits.files import Calibration
-from kvbits.heads import Heads
 from kvbits.hf.attach import attached, cache_for, disable, refuse_unless_served
 from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import cache_name
-from kvbits.library import instruction_set
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
+from kvbits.tensor_parallel import Heads
 
 PROBE_STEPS = 1
 

@@ -8,10 +8,10 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbits.attend import KVView
-from kvbits.cache import Before, LayerCache
 from kvbits.hf.columns import Columns
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
+from kvbits.layer.cache import Before, LayerCache
 
 
 def refuse_offloading(*_: Any, **__: Any) -> None:
@@ -23,7 +23,7 @@ def refuse_offloading(*_: Any, **__: Any) -> None:
 
 
 class PackedLayer(CacheLayerMixin):
-    """The Transformers face of one :class:`kvbits.cache.LayerCache`."""
+    """The Transformers face of one :class:`kvbits.layer.cache.LayerCache`."""
 
     is_compileable = False
     is_croppable = True

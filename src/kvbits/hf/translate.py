@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvbits.scheme import RESIDUAL_TOKENS, Scheme
+from kvbits.schemes.scheme import RESIDUAL_TOKENS, Scheme
 
 _GROUPED = {"nbits": 4, "q_group_size": 64, "residual_length": RESIDUAL_TOKENS, "axis_key": 0, "axis_value": 0}
 _BACKENDS = {"quanto": ("int", (2, 4), 0), "hqq": ("hqq", (2, 3, 4, 8), 1), "kvbits": ("int", (2, 3, 4, 8), 0)}

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbits.hf.cache import KVCache
+from kvbits.hf.frozen import StaticKVCache
 from kvbits.hf.names import CACHE_NAMES, cache_name
-from kvbits.hf.static import StaticKVCache
 from kvbits.hf.tokens import first_difference
 
 

@@ -1,4 +1,4 @@
-"""Floor 6: how good, how small and how fast each scheme is on a model and a text of the user's own.
+"""How good, how small and how fast each scheme is on a model and a text of the user's own.
 
 One file an idea: ``caches`` (kvbits schemes and their peers under one name each), ``text`` (what is read), ``quality``
 (perplexity and divergence), ``retrieval`` (planted facts), ``tasks`` (through lm-evaluation-harness: ``harness``,

@@ -13,10 +13,10 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import DynamicLayer
 
-from kvbits.cache import LayerCache
 from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
 from kvbits.hf.stock import storage_bytes
+from kvbits.layer.cache import LayerCache
 from kvbits.measure.setting import SEED
 
 LONG_TOKENS = 8000

@@ -20,7 +20,7 @@ from kvbits.hf.attach import cache_for
 from kvbits.hf.cache import KVCache
 from kvbits.hf.layer import PackedLayer
 from kvbits.hf.stock import storage_bytes
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
 
 EXACT = "hf:dynamic"
 """The peer that all others are compared with: Transformers' exact cache, one ``torch.cat`` a step."""

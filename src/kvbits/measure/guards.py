@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 from kvbits.hf.cache import KVCache
 from kvbits.hf.explain import reason
 from kvbits.hf.layer import PackedLayer
-from kvbits.scheme import BLOCKS, RESIDUAL_TOKENS, Scheme
+from kvbits.schemes.scheme import BLOCKS, RESIDUAL_TOKENS, Scheme
 
 FEW_PACKED = 0.5
 """Below this share of packed keys among those attended to, a figure is mostly of the exact ones."""

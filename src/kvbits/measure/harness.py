@@ -29,13 +29,13 @@ try:
 except ImportError as error:
     raise ImportError(f"tasks need lm-evaluation-harness: pip install 'kvbits[eval]' ({error})") from error
 
-from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration, load_calibration
 from kvbits.hf.cache import KVCache
 from kvbits.hf.loading import where
 from kvbits.hf.names import cache_name
 from kvbits.measure import caches, held
 from kvbits.measure.setting import CHUNK_TOKENS
+from kvbits.schemes.catalogue import RECOMMENDED
 
 _LOG = logging.getLogger("lm_eval.kvbits")
 

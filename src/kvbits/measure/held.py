@@ -18,7 +18,7 @@ from kvbits.codecs import Exact
 from kvbits.hf.cache import KVCache
 from kvbits.hf.layer import PackedLayer
 from kvbits.measure import caches
-from kvbits.scheme import BLOCKS, Scheme
+from kvbits.schemes.scheme import BLOCKS, Scheme
 
 LOW_SHARE = 0.5
 """Where less than this share of what was attended to was packed, a figure says little of a scheme."""

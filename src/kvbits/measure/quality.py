@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbits import fingerprint
 from kvbits.calibration import Report
 from kvbits.calibration.text import longest_text, refuse_foreign, sample_ids
-from kvbits.files import Calibration, load_calibration
+from kvbits.files import Calibration, fingerprint, load_calibration
 from kvbits.hf.attach import attached, disable, refuse_unless_served
 from kvbits.hf.names import cache_name
 from kvbits.measure import guards

@@ -34,7 +34,7 @@ from kvbits.measure.haystack import Haystack
 from kvbits.measure.needles import HOPS, PAIRS, TASKS, Prompt, Prompts
 from kvbits.measure.results import KEYS, Results
 from kvbits.measure.setting import SEED, setting
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
 
 STEP = 16
 """Tokens of the question that are read at a time, at most; also the usual chunk of the context."""

@@ -12,8 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from kvbits.calibration.plan import available_bytes
 from kvbits.hf.names import cache_name
 from kvbits.measure.caches import EXACT, PEERS
-from kvbits.record import Record
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
+from kvbits.store.record import Record
 
 _GROUP = 64
 """Elements that share a scale and a zero in Transformers' quantized caches."""

@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-import kvbits
-from kvbits import fingerprint
-from kvbits.library import instruction_set
+from kvbits import __version__
+from kvbits.backends import instruction_set
+from kvbits.files import fingerprint
 
 SEED = 0
 
@@ -34,7 +34,7 @@ def setting(model: PreTrainedModel | None = None, /, **more: Any) -> dict[str, A
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "kvbits": kvbits.__version__,
+        "kvbits": __version__,
         "seed": SEED,
         "command": " ".join([program(), *(shortened(word) for word in sys.argv[1:])]),
     }

@@ -1,1 +1,1 @@
-"""Floor 0: pure functions on tensors. Nothing here knows of codecs, caches or models."""
+"""Pure functions on tensors. Nothing here knows of codecs, caches or models."""

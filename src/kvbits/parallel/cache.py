@@ -15,23 +15,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from kvbits.catalogue import RECOMMENDED
 from kvbits.files import Calibration
-from kvbits.fingerprint import digest, weights
-from kvbits.heads import Heads
+from kvbits.files.fingerprint import digest, weights
 from kvbits.hf.attach import Kind, learned_by, make_cache, refuse_unless_served
 from kvbits.hf.cache import KVCache
 from kvbits.hf.columns import Columns
 from kvbits.hf.handle import Pair
 from kvbits.hf.layer import PackedLayer, columns_to_crop
-from kvbits.hf.rotary import Rotaries
+from kvbits.hf.rotation.rotary import Rotaries
 from kvbits.hf.tokens import TokenIds
 from kvbits.parallel import slices
 from kvbits.parallel.layer import SharedLayer
 from kvbits.parallel.ranks import TIMEOUT_SECONDS, Ranks
-from kvbits.rotary import Rotary
-from kvbits.scheme import RESIDUAL_TOKENS, Scheme
-from kvbits.turns import RUN_BLOCKS, Turns
+from kvbits.schemes.catalogue import RECOMMENDED
+from kvbits.schemes.scheme import RESIDUAL_TOKENS, Scheme
+from kvbits.store.shards import RUN_BLOCKS, Turns
+from kvbits.tensor_parallel import Heads
+from kvbits.transform.rotary import Rotary
 from kvbits.types import Params
 
 CHUNK_TOKENS = 4096

@@ -12,21 +12,22 @@ from dataclasses import replace
 
 import torch
 
-from kvbits.attend import KVView, Share, Transform
-from kvbits.cache import LayerCache
+from kvbits.attend import KVView, Share
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
-from kvbits.packing import Encoded, Work
+from kvbits.layer.cache import LayerCache
+from kvbits.layer.packing import Encoded, Work
 from kvbits.parallel.join import Sliced, Together
 from kvbits.parallel.ranks import Ranks
-from kvbits.rotary import Rotary
-from kvbits.rows import Rows
-from kvbits.scheme import Scheme
-from kvbits.turns import Turns
+from kvbits.schemes.scheme import Scheme
+from kvbits.store.rows import Rows
+from kvbits.store.shards import Turns
+from kvbits.transform import Transform
+from kvbits.transform.rotary import Rotary
 from kvbits.types import Packed, Params
 
 
 class SharedLayer(LayerCache):
-    """As :class:`kvbits.cache.LayerCache`, for rows of equal length, without a sliding window.
+    """As :class:`kvbits.layer.cache.LayerCache`, for rows of equal length, without a sliding window.
 
     Args:
         ranks: who holds the rest.

@@ -1,4 +1,4 @@
-"""Floor 6: will it fit, how far does it reach, what should I take? Answered before anything is loaded.
+"""Will it fit, how far does it reach, what should I take? Answered before anything is loaded.
 
 One file an idea: ``shapes`` (what of a model bears on memory), ``names`` (a model by its name), ``models`` (from
 Transformers configs), ``gguf``, ``presets``, ``memory`` (real bytes), ``paper`` (the papers' accounting), ``peak``

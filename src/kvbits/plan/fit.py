@@ -9,7 +9,7 @@ from kvbits.plan import memory, peak
 from kvbits.plan.memory import Real
 from kvbits.plan.setting import MOST_BATCH, MOST_TOKENS, Setting, weights_bytes
 from kvbits.plan.split import Share, shares
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
 
 
 @dataclass(frozen=True)

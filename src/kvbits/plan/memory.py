@@ -1,8 +1,9 @@
 """Bytes that a cache really takes, foretold: those of a live ``KVCache`` after the same calls, to the byte.
 
-Nothing is allocated. Records come from :class:`kvbits.record.Record`, room from :mod:`kvbits.growth`, what a codec
-learns from ``Codec.fit`` itself: the cache allocates by the same. What is left to foretell is the order of events, and
-that depends on the :class:`History`: a cache that grew step by step has room in hand that one prompt does not.
+Nothing is allocated. Records come from :class:`kvbits.store.record.Record`, room from :mod:`kvbits.store.room`, what a
+codec learns from ``Codec.fit`` itself: the cache allocates by the same. What is left to foretell is the order of
+events, and that depends on the :class:`History`: a cache that grew step by step has room in hand that one prompt does
+not.
 
 Padding, beams and crops are not foretold. Of late sinks (``sinks=4+8``) the room is; which are found is up to the text,
 and where chunks are masked, the order of their tokens takes 4 bytes a token more.
@@ -18,11 +19,11 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from kvbits.codecs import Codec
-from kvbits.growth import Limits, pool_blocks, table_columns
 from kvbits.plan.shapes import Attention, Layer, Shape
-from kvbits.record import Record
-from kvbits.scheme import RESIDUAL_TOKENS, Scheme
-from kvbits.turns import ALONE, Turns
+from kvbits.schemes.scheme import RESIDUAL_TOKENS, Scheme
+from kvbits.store.record import Record
+from kvbits.store.room import Limits, pool_blocks, table_columns
+from kvbits.store.shards import ALONE, Turns
 from kvbits.types import ByteCount
 
 _TABLE_BYTES = torch.int64.itemsize
@@ -57,7 +58,7 @@ class Real:
 
     Attributes:
         count: bytes by part, as ``KVCache.nbytes``.
-        elements: of K and V that packed layers hold, as :attr:`kvbits.cache.LayerCache.elements`.
+        elements: of K and V that packed layers hold, as :attr:`kvbits.layer.cache.LayerCache.elements`.
     """
 
     count: ByteCount = field(default_factory=ByteCount)
@@ -158,7 +159,7 @@ def own_bytes(layer: Layer, history: History, batch: int, source: int = 0) -> in
 
 @functools.cache
 def record_of(scheme: Scheme, attention: Attention) -> Record:
-    """A block of one KV head; see :meth:`kvbits.record.Record.of`."""
+    """A block of one KV head; see :meth:`kvbits.store.record.Record.of`."""
     return Record.of(
         scheme.key, scheme.value, scheme.block, attention.key_channels, attention.value_channels,
         attention.key_dtype, attention.value_dtype,
@@ -168,7 +169,7 @@ def record_of(scheme: Scheme, attention: Attention) -> Record:
 def packed(
     scheme: Scheme, attention: Attention, history: History, batch: int, calibrated: bool, turns: Turns = ALONE
 ) -> Real:
-    """What one :class:`kvbits.cache.LayerCache` takes, under a scheme without overrides.
+    """What one :class:`kvbits.layer.cache.LayerCache` takes, under a scheme without overrides.
 
     Args:
         calibrated: whether the cache has a calibration, whose parameters it holds from the first token on.
@@ -194,7 +195,8 @@ def packed(
 
 
 class _State:
-    """What :class:`kvbits.cache.LayerCache` and :class:`kvbits.store.BlockStore` count, for rows of equal length.
+    """What :class:`kvbits.layer.cache.LayerCache` and :class:`kvbits.store.blocks.BlockStore` count, for rows of equal
+    length.
 
     Attributes:
         held, room: exact tokens of a row, and those that its buffer has room for.

@@ -32,10 +32,10 @@ from transformers import (
 from transformers.utils import logging as verbosity
 
 from kvbits.hf.attach import refuse_unless_served, storable
-from kvbits.hf.frequencies import Unrotatable
 from kvbits.hf.names import cache_name
-from kvbits.hf.probe import Recorder
-from kvbits.hf.rotary import Unreadable, rotaries
+from kvbits.hf.rotation.frequencies import Unrotatable
+from kvbits.hf.rotation.probe import Recorder
+from kvbits.hf.rotation.rotary import Unreadable, rotaries
 from kvbits.hf.stock import storage_bytes
 from kvbits.plan.presets import PRESETS
 from kvbits.plan.shapes import MOST_LAYERS, Attention, Layer, Shape, Weights, Widths
@@ -348,8 +348,8 @@ def _field(text: PreTrainedConfig, name: str) -> Any:
 def unrotatable(config: PreTrainedConfig) -> str | None:
     """Why the keys of a model of this config cannot be stored before their rotary embedding; None if they can.
 
-    Twins with its head_dim, random weights and little else are run (:mod:`kvbits.hf.rotary`): one layer of each kind,
-    or all layers where that is no model. None, too, if no twin runs: ``cache_for`` has the last word.
+    Twins with its head_dim, random weights and little else are run (:mod:`kvbits.hf.rotation.rotary`): one layer of
+    each kind, or all layers where that is no model. None, too, if no twin runs: ``cache_for`` has the last word.
     """
     for layers in (True, False):
         try:

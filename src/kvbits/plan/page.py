@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from kvbits import growth
-from kvbits.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE
 from kvbits.files import replacing
 from kvbits.plan import memory, paper, plan, setting
 from kvbits.plan.devices import GPU_MIB, MIB, MOST_BYTES
 from kvbits.plan.paper import Named
 from kvbits.plan.presets import PRESETS, shape_of_preset
 from kvbits.plan.shapes import Attention, Shape
-from kvbits.scheme import Scheme
+from kvbits.schemes.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE
+from kvbits.schemes.scheme import Scheme
+from kvbits.store import room
 
 FILES = Path(__file__).with_name("page_files")
 HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
@@ -88,7 +88,7 @@ def data(found: plan.Plan, presets: Iterable[str]) -> dict[str, Any]:
         for _, shape in models.values() for kind in shape.kinds() if kind is not None
     } | {(channels, channels) for channels in HEAD_DIMS}  # fmt: skip
     return {
-        "growth": {"spare": growth.SPARE, "table_bytes": torch.int64.itemsize, "exact_bits": paper.EXACT_BITS},
+        "growth": {"spare": room.SPARE, "table_bytes": torch.int64.itemsize, "exact_bits": paper.EXACT_BITS},
         "limits": {"tokens": setting.MOST_TOKENS, "batch": setting.MOST_BATCH, "memory": MOST_BYTES},
         "weights": [name for name in setting.WEIGHTS if name != "file" or files],
         "weight_bits": setting.WEIGHT_BITS,

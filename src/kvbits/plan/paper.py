@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from kvbits.codecs import Codec, Exact, Fp8, Fp8Static, Grouped, HalfQuadratic, LloydMax, NonUniform, NormalFloat
 from kvbits.plan.shapes import Attention, Shape
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
 
 EXACT_BITS = 16
 EXACT_NAMES = ("fp16", "bf16")
@@ -46,7 +46,9 @@ class Named:
 
     @staticmethod
     def parse(text: str) -> Named:
-        """Read the grammar of :mod:`kvbits.grammar`, and ``fp16`` and ``bf16`` for ``exact``. Raises ValueError."""
+        """Read the grammar of :mod:`kvbits.schemes.grammar`, and ``fp16`` and ``bf16`` for ``exact``. Raises
+        ValueError.
+        """
         name = text.strip()
         return Named(name, Scheme.parse("exact" if name.lower() in EXACT_NAMES else name))
 

@@ -20,8 +20,8 @@ flash), no gradients, and an allocator without gaps.
 
 from __future__ import annotations
 
-from kvbits.growth import SPARE
 from kvbits.plan.shapes import Shape
+from kvbits.store.room import SPARE
 
 _FLOAT_BYTES = 4
 

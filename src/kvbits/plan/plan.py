@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from kvbits.catalogue import ALIASES, RECOMMENDED
 from kvbits.plan import memory, paper
 from kvbits.plan.fit import Need, fits, largest_batch, longest_context, needs
 from kvbits.plan.memory import Real
@@ -16,7 +15,8 @@ from kvbits.plan.paper import Named
 from kvbits.plan.quality import Quality, recommend
 from kvbits.plan.setting import Setting
 from kvbits.plan.shapes import Shape
-from kvbits.scheme import Scheme
+from kvbits.schemes.catalogue import ALIASES, RECOMMENDED
+from kvbits.schemes.scheme import Scheme
 from kvbits.types import ByteCount
 
 CHUNK_TOKENS = 2048

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbits.catalogue import ALIAS_ADVICE, ALIASES, BY_NAME, RECOMMENDED
-from kvbits.scheme import Scheme
+from kvbits.schemes.catalogue import ALIAS_ADVICE, ALIASES, BY_NAME, RECOMMENDED
+from kvbits.schemes.scheme import Scheme
 
 FIGURES = ("kl_mean", "top1", "ppl")
 """What is shown: mean KL divergence to the exact model, share of equal best tokens, perplexity."""

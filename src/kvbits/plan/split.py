@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvbits.plan.shapes import Layer, Shape, Weights, Widths
-from kvbits.turns import ALONE, RUN_BLOCKS, Turns
+from kvbits.store.shards import ALONE, RUN_BLOCKS, Turns
 
 SPLITS = ("pipeline", "tensor", "context")
 MOST_DEVICES = 4096

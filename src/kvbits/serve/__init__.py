@@ -1,4 +1,4 @@
-"""Floor 6: an OpenAI-compatible server of one model, whose conversations keep their quantized caches.
+"""An OpenAI-compatible server of one model, whose conversations keep their quantized caches.
 
 One file an idea: ``stops`` (where a text ends), ``fields`` (what a request may ask), ``sizes`` (what a cache may take),
 ``pool`` (caches between requests), ``engine`` (one answer after the other), ``line`` (who is next), ``template`` (from

@@ -16,11 +16,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from kvbits.hf.attach import cache_for
 from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
-from kvbits.prefixes import PrefixStore
-from kvbits.scheme import Scheme
+from kvbits.schemes.scheme import Scheme
 from kvbits.serve.errors import Refused
 from kvbits.serve.pool import Pool
 from kvbits.serve.sizes import Sizes
+from kvbits.sessions.prefixes import PrefixStore
 
 MEASURE_TOKENS = 64
 """How often the bytes of the cache in use are looked at."""

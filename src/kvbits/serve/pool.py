@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 
 from kvbits.hf.cache import KVCache, nbytes_of
-from kvbits.prefixes import LEAST_TOKENS, PrefixStore, in_common
+from kvbits.sessions.prefixes import LEAST_TOKENS, PrefixStore, in_common
 
 log = logging.getLogger("kvbits.serve")
 
 _SPARE = 8
-"""What grows gets one part in this many more than it needs: see :mod:`kvbits.store`."""
+"""What grows gets one part in this many more than it needs: see :mod:`kvbits.store.blocks`."""
 
 
 class _Sized(Protocol):

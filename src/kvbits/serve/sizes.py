@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbits.cache import LayerCache
 from kvbits.hf.cache import KVCache
 from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import cache_name
 from kvbits.hf.stock import storage_bytes
+from kvbits.layer.cache import LayerCache
 
 _PARAMS_BYTES = 16
 """For each channel: mean, balance, scale and zero in float32; what was calibrated is there from the start."""

@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from kvbits.attend import native
-from kvbits.scheme import BLOCKS
+from kvbits.schemes.scheme import BLOCKS
 from kvbits.vllm.pages import Batch, Pages, paged_scheme
 from kvbits.vllm.plugin import SCHEME
 

@@ -1,9 +1,9 @@
 """Packed pages: how a page of a paged KV cache holds a record for each KV head, filled token by token.
 
-A page of ``block`` tokens is ``[H, record bytes]``, so the pages of a layer are a pool as :mod:`kvbits.store` has it,
-and a block table of vLLM's is the table of :class:`kvbits.store.Blocks`: kernels read both as they lie. Under a scheme
-with scales per token, a token's codes and scales depend on no other token. So each can be written into its place when
-it comes, although codes of several tokens share a byte, and a page is never encoded again.
+A page of ``block`` tokens is ``[H, record bytes]``, so the pages of a layer are a pool as :mod:`kvbits.store.blocks`
+has it, and a block table of vLLM's is the table of :class:`kvbits.store.blocks.Blocks`: kernels read both as they lie.
+Under a scheme with scales per token, a token's codes and scales depend on no other token. So each can be written into
+its place when it comes, although codes of several tokens share a byte, and a page is never encoded again.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvbits.attend import Call, KVView, Transform, attend
-from kvbits.attend.rotate import rotate
+from kvbits.attend import Call, KVView, attend
 from kvbits.codecs import Codec
 from kvbits.encode import encode
 from kvbits.numerics import bitpack, hadamard
-from kvbits.record import Record, Slot
-from kvbits.rows import Rows
-from kvbits.scheme import BLOCK_TOKENS, BLOCKS, RESIDUAL_TOKENS, SINK_TOKENS, Scheme
-from kvbits.store import Blocks
+from kvbits.schemes.scheme import BLOCK_TOKENS, BLOCKS, RESIDUAL_TOKENS, SINK_TOKENS, Scheme
+from kvbits.store.blocks import Blocks
+from kvbits.store.record import Record, Slot
+from kvbits.store.rows import Rows
+from kvbits.transform import Transform
+from kvbits.transform.rotate import rotate
 from kvbits.types import Packed, Params
 
 _AT_ONCE = 8

@@ -1,7 +1,7 @@
 "use strict";
 // The closed form of kvbits.plan for a prompt in one piece, on one device, without padding. All its constants are DATA.
 
-// -- one layer: kvbits.growth and kvbits.plan.memory ----------------------------------------------------------------
+// -- one layer: kvbits.store.room and kvbits.plan.memory ----------------------------------------------------------------
 
 function packable(form, tokens) {
   if (form.residual === null) return 0;

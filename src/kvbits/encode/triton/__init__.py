@@ -1,0 +1,1 @@
+"""Encoding of blocks in Triton: what is compiled (``shape``, ``kernel``), and the call (``encode``)."""

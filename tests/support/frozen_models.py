@@ -1,0 +1,71 @@
+"""Small models, and frozen caches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import kvbits
+import zoo
+from kvbits.hf.names import cache_name
+
+SMALL = "residual=6,sinks=2,block=32"
+
+CONTIGUOUS = torch.contiguous_format
+"""Arguments with other strides would be another graph."""
+
+Step = Callable[..., Any]
+
+
+def built(name: str) -> PreTrainedModel:
+    """Window layers of a growing cache add up in another order, and a code on the edge may fall to the other side."""
+    return zoo.build(name, torch.float64 if name == "gemma3" else torch.float32)
+
+
+def prefilled(model: PreTrainedModel, scheme: str, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+    """A growing cache that has read all but the last token."""
+    cache = kvbits.cache_for(model, scheme)
+    options = {} if mask is None else {"attention_mask": mask[:, :-1], "position_ids": places(mask)[:, :-1]}
+    with torch.no_grad():
+        model(input_ids=ids[:, :-1], **options, **{cache_name(model): cache})
+    return cache
+
+
+def places(mask: torch.Tensor) -> torch.Tensor:
+    """Positions as ``generate`` counts them."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def decode(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, steps: int, mask: torch.Tensor | None = None,
+    forward: Step | None = None, advance: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Logits ``[steps, B, V]`` of greedy steps; masks are for growing caches alone, which cannot do without."""
+    forward = model if forward is None else forward
+    token, found = ids[:, -1:].clone(memory_format=CONTIGUOUS), []
+    growing = isinstance(cache, kvbits.KVCache)
+    with torch.no_grad():
+        for _ in range(steps):
+            options = {} if mask is None else {"position_ids": places(mask)[:, -1:].clone(memory_format=CONTIGUOUS)}
+            if mask is not None and growing:
+                options["attention_mask"] = mask
+            found.append(forward(input_ids=token, **options, **{cache_name(model): cache}).logits[:, -1])
+            if advance:
+                cache.advance()
+            token = found[-1].argmax(-1, keepdim=True)
+            mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    return torch.stack(found)
+
+
+def padded(*counts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and a mask of rows with so many own tokens, to the right."""
+    ids = zoo.prompt(len(counts), max(counts))
+    return ids, torch.stack([(torch.arange(max(counts)) >= max(counts) - count).long() for count in counts])
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
