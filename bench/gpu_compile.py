@@ -31,7 +31,7 @@ from kvbits.attend.triton.shape import Shape, Turn, shape_for, static_zero
 from kvbits.attend.triton.tuning import tuning_for
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.record import Record
-from kvbits.transform import TURNED_KEYS, TURNED_MEAN
+from kvbits.transform import UNROPED_KEYS, UNROPED_MEAN
 
 SCHEMES = "int8,fp8,fp8-static,int4,kivi4,nf4,int3,int2,kivi2,default,small,nuq4,nuq3,nuq2,nuq3-1%"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -58,7 +58,7 @@ def source_of(
     tuning = tuning_for(f"sm_{capability}", max(key.bits, value.bits), "channel" in (key.per, value.per))
     turn = Turn()
     if scheme.pre_rope or scheme.centred:
-        what = TURNED_KEYS if scheme.pre_rope else TURNED_MEAN
+        what = UNROPED_KEYS if scheme.pre_rope else UNROPED_MEAN
         turn = Turn.of(what, scheme.centred or (scheme.pre_rope and static_zero(key)), channels // 2, False, channels)
     shape = shape_for(record, key, value, channels, channels, groups, triton_decode.PARTS[dtype], tuning, turn.what)
     constants = {

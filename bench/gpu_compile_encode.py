@@ -16,7 +16,7 @@ from gpu_compile import Lowering, compile_all, machine_code, parser, spills
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvbits.attend.triton.shape import TURNED_KEYS, TURNED_MEAN
+from kvbits.attend.triton.shape import UNROPED_KEYS, UNROPED_MEAN
 from kvbits.encode.triton import kernel as triton_kernel
 from kvbits.encode.triton.shape import Before, Shape, warps_of
 from kvbits.numerics import hadamard
@@ -82,8 +82,8 @@ def before_of(way: str, channels: int) -> Before:
     return {
         "": Before(),
         "rotated": Before(rotated=rotated),
-        "centred": Before(TURNED_MEAN, half, mean=True, balance=True, rotated=rotated),
-        "pre-rope": Before(TURNED_KEYS, half),
+        "centred": Before(UNROPED_MEAN, half, mean=True, balance=True, rotated=rotated),
+        "pre-rope": Before(UNROPED_KEYS, half),
     }[way]
 
 

@@ -35,7 +35,7 @@ class Heads(NamedTuple):
         return Heads()
 
     def own(self, params: Params) -> Params:
-        """Of what was learned of all heads, that of these: of tensors ``[H, D]``; others hold for the whole layer.
+        """Of what was fitted of all heads, that of these: of tensors ``[H, D]``; others hold for the whole layer.
 
         Raises:
             ValueError: if the heads cannot be divided evenly.

@@ -18,7 +18,7 @@ Packed: TypeAlias = dict[str, torch.Tensor]
 """One tensor per :class:`Part`, each ``[..., *part.shape]`` with the same leading dimensions."""
 
 Params: TypeAlias = dict[str, torch.Tensor]
-"""What a codec learned for one layer and tensor (static scales, tables); empty for most codecs."""
+"""What a codec fitted for one layer and tensor (static scales, tables); empty for most codecs."""
 
 Role: TypeAlias = Literal["codes", "scales", "zeros", "outliers"]
 

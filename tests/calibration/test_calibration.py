@@ -285,10 +285,10 @@ def test_a_codec_is_fitted_to_what_its_scheme_encodes(llama: PreTrainedModel, sc
         x, gradient = (part @ hadamard.rotation(x.shape[-1]) for part in (x, gradient))
     right = codec.fit(x, gradient.square())
     pair = found.of_layer(layer, parsed.for_layer(layer, 2))
-    learned = {name: value for name, value in pair[side == "value"].items() if name != "mean"}
-    assert learned.keys() == right.keys()
+    fitted = {name: value for name, value in pair[side == "value"].items() if name != "mean"}
+    assert fitted.keys() == right.keys()
     for name, value in right.items():
-        assert torch.allclose(learned[name], value, rtol=0.02, atol=0.02 * float(value.abs().amax())), name
+        assert torch.allclose(fitted[name], value, rtol=0.02, atol=0.02 * float(value.abs().amax())), name
     assert pair[side == "key"] == {} and ("mean" in pair[0]) == parsed.centred
 
 

@@ -52,7 +52,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 def encoded(case: CodecCase, x: torch.Tensor, params: Params | None = None) -> tuple[Codec, Packed, Params]:
     """Encode blocks ``[..., H, N, T, D]``, of which the first dimensions may be missing.
 
-    What there is to learn is learned from them, where no ``params`` are given.
+    What there is to fit is fitted from them, where no ``params`` are given.
     """
     codec = parse_codec(case.spelling)
     if params is None:
@@ -153,12 +153,12 @@ def test_the_table_names_every_method_and_example() -> None:
                 assert str(kind(bits, per, group, share)) in spelled
 
 
-def test_the_table_knows_what_is_learned_and_from_what() -> None:
+def test_the_table_knows_what_is_fitted_and_from_what() -> None:
     for case in CODECS:
         codec = parse_codec(case.spelling)
-        assert (codec.learns, codec.needs_calibration) == (case.learns, case.calibrated), case
+        assert (codec.is_fitted, codec.needs_calibration) == (case.is_fitted, case.calibrated), case
         params = codec.fit(samples_of(normal_blocks()))
-        assert bool(params) == case.learns
+        assert bool(params) == case.is_fitted
         assert all(x.dtype == torch.float32 for x in params.values())
         if case.static:
             assert params["scale"].shape == params["zero"].shape == (2, CHANNELS)
@@ -263,7 +263,7 @@ def test_sabotage_of_outliers_is_noticed(case: CodecCase, harm: str) -> None:
     assert relative_error(codec.decode(harmed, params), x) > 1.001 * error
 
 
-@pytest.mark.parametrize("case", [c for c in GROUPED if not c.learns and not c.entries], ids=str)
+@pytest.mark.parametrize("case", [c for c in GROUPED if not c.is_fitted and not c.entries], ids=str)
 def test_a_wrong_table_is_noticed(case: CodecCase) -> None:
     """Uniform codes read through a table of quantiles, and the other way round."""
     x = normal_blocks()[:, :, :2]
@@ -434,7 +434,7 @@ def test_all_zero_input_decodes_to_zero(case: CodecCase, dtype: torch.dtype) -> 
     assert torch.equal(round_trip(case, x).to(dtype)[1], x[1])
 
 
-@pytest.mark.parametrize("case", [c for c in GROUPED if not c.learns], ids=str)
+@pytest.mark.parametrize("case", [c for c in GROUPED if not c.is_fitted], ids=str)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_constant_groups_decode_bit_for_bit(case: CodecCase, dtype: torch.dtype) -> None:
     size = 128 if case.per == "token" else 80
@@ -448,7 +448,7 @@ def test_constant_groups_decode_bit_for_bit(case: CodecCase, dtype: torch.dtype)
         assert torch.equal(decoded, x)
 
 
-@pytest.mark.parametrize("case", [c for c in GROUPED if c.learns], ids=str)
+@pytest.mark.parametrize("case", [c for c in GROUPED if c.is_fitted], ids=str)
 def test_constant_groups_of_fitted_codecs_decode_to_a_thousandth(case: CodecCase) -> None:
     """Their levels are what values were like: none of them is kept for constants."""
     size = 128 if case.per == "token" else 80
@@ -595,7 +595,7 @@ def test_blocks_of_one_value_have_outliers_that_change_nothing(case: CodecCase) 
         params = parse_codec(case.spelling).fit(samples_of(normal_blocks()[:, :1]))
         codec, packed, _ = encoded(case, x, params)
         assert all(bool(part.float().isfinite().all()) for part in packed.values())
-        assert float((codec.decode(packed, params) - x).abs().amax()) <= (0 if value == 0 and not case.learns else 2)
+        assert float((codec.decode(packed, params) - x).abs().amax()) <= (0 if value == 0 and not case.is_fitted else 2)
 
 
 def test_entries_that_are_not_used_add_nothing() -> None:

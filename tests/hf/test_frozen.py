@@ -13,7 +13,7 @@ import kvbits
 import zoo
 from frozen_models import SMALL, Step, built, decode, padded, prefilled, same
 from kvbits.hf.names import cache_name
-from kvbits.layer.frozen import StaticLayer
+from kvbits.layer.frozen import FrozenLayerCache
 from kvbits.layer.ring import RingLayer
 from kvbits.transform.rotary import Rotary
 
@@ -44,7 +44,7 @@ def test_families(name: str) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("prompt", (10, 61), ids=("nothing packed yet", "packed"))
 def test_schemes(scheme: str, prompt: int) -> None:
-    """Static scales and means may be learned only when the first block is packed, after the cache was frozen."""
+    """Static scales and means may be fitted only when the first block is packed, after the cache was frozen."""
     model, ids = zoo.build("llama"), zoo.prompt(2, prompt)
     cache = prefilled(model, f"{scheme},{SMALL}", ids)
     frozen = kvbits.freeze(cache, capacity=prompt + 60)
@@ -63,7 +63,7 @@ def test_rows_of_different_lengths(name: str, scheme: str) -> None:
 
 def layers_agree(
     layer: kvbits.LayerCache, keys: torch.Tensor, values: torch.Tensor, padding: int = 0, first: int = 0, epoch: int = 0
-) -> StaticLayer:
+) -> FrozenLayerCache:
     """A layer frozen after 50 columns, the first ``padding`` of the second row none of its tokens.
 
     They are at positions from ``first`` on, rotated as in ``epoch``.
@@ -74,7 +74,7 @@ def layers_agree(
         text[1, :padding] = False
     rows = layer.rows.extend(2, 50, text, first + torch.arange(50)[None] if first else None, epoch)
     layer.append(keys[:, :, :50], values[:, :, :50], rows)
-    static = StaticLayer(layer, keys.shape[2])
+    static = FrozenLayerCache(layer, keys.shape[2])
     for column in range(50, keys.shape[2]):
         new = keys[:, :, column : column + 1], values[:, :, column : column + 1]
         rows = rows.extend(2, 1, epoch=epoch)
@@ -114,8 +114,8 @@ def test_positions_that_begin_later(scheme: str) -> None:
 def test_levels_of_a_calibration() -> None:
     keys, values = torch.randn(2, 2, 2, 130, 16, generator=torch.Generator().manual_seed(0))
     scheme = kvbits.Scheme.parse("nuq3,residual=4,sinks=2,block=32")
-    learned = scheme.key.fit(keys), scheme.value.fit(values)
-    layers_agree(kvbits.LayerCache(scheme, rotary=Rotary(0.1 ** torch.arange(8)), learned=learned), keys, values)
+    fitted = scheme.key.fit(keys), scheme.value.fit(values)
+    layers_agree(kvbits.LayerCache(scheme, rotary=Rotary(0.1 ** torch.arange(8)), calibrated=fitted), keys, values)
 
 
 def test_beams_that_were_reordered_before() -> None:
@@ -161,7 +161,7 @@ def test_one_graph_for_all_steps(name: str, scheme: str, counted: Any) -> None:
     same(decode(model, frozen, ids, 75, forward=forward, advance=True), expected)
     same(decode(model, again, ids, 20, forward=forward, advance=True), expected[:20])
     assert counter.frame_count == 1
-    packed = max(int(layer.core.counts[0]) for layer in frozen.layers if isinstance(layer.core, StaticLayer))
+    packed = max(int(layer.core.counts[0]) for layer in frozen.layers if isinstance(layer.core, FrozenLayerCache))
     assert packed >= 2
 
 

@@ -713,7 +713,7 @@ def test_encoding_a_long_prompt_needs_little_memory_beside_it() -> None:
 
 def state(cache: LayerCache) -> list[Any]:
     return [
-        cache.columns, cache.rows.counts, list(cache.held), cache.fitted, cache.nbytes(), cache.elements,
+        cache.columns, cache.rows.counts, list(cache.held), cache.is_final, cache.nbytes(), cache.elements,
         None if cache.store is None else (list(cache.store.counts), cache.store.used),
     ]  # fmt: skip
 
@@ -757,7 +757,7 @@ def test_a_refused_first_prompt_leaves_the_cache_empty(padded: bool) -> None:
 @pytest.mark.parametrize("scheme", ("int4", "kivi2", "fp8-static", "exact"))
 @pytest.mark.parametrize("at", (1, 95), ids=("in the sinks", "in the residual"))
 def test_what_is_not_finite_among_the_exact_tokens_stays_where_it_is(scheme: str, at: int) -> None:
-    """It enters no scale, not even a static one that is learned from this very prompt."""
+    """It enters no scale, not even a static one that is fitted from this very prompt."""
     options = "" if scheme == "exact" else f",{SMALL}"
     clean, cache = LayerCache(Scheme.parse(scheme + options)), LayerCache(Scheme.parse(scheme + options))
     keys, values = tokens(2, 100, 0)
@@ -783,7 +783,7 @@ def test_cropping_what_is_not_finite_clears_it() -> None:
     both.append(60)
 
 
-def test_a_static_scale_is_learned_from_the_tokens_that_are_packed() -> None:
+def test_a_static_scale_is_fitted_from_the_tokens_that_are_packed() -> None:
     """Not from the sinks, which stay exact and are often much larger, and not from padding."""
     scheme = Scheme.parse(f"fp8-static,{SMALL}")
     keys, values = tokens(2, 100, 0)
@@ -884,20 +884,20 @@ def test_what_is_taken_out_of_a_block_stays_finite(scheme: str) -> None:
 
 
 def test_a_static_scale_waits_for_what_is_not_zero() -> None:
-    """Each side by itself; blocks of zeros stay zeros whatever is learned later."""
+    """Each side by itself; blocks of zeros stay zeros whatever is fitted later."""
     cache = LayerCache(Scheme.parse("fp8-static,residual=0,sinks=0,block=32"))
     zeros, generator = torch.zeros(1, 2, 64, 8), torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, 64, 8, generator=generator) * 1e-4
     for keys, values, fitted in ((zeros, zeros, (False, False)), (x, zeros, (True, False)), (x, x, (True, True))):
         cache.append(keys, values)
-        assert cache.fitted == fitted
+        assert cache.is_final == fitted
     keys, values = cache.view().dense()
     assert not keys[:, :, :64].any() and not values[:, :, :128].any()
     for got in (keys[:, :, 64:128], keys[:, :, 128:], values[:, :, 128:]):
         assert (got - x).norm() <= 0.04 * x.norm()
-    learned = cache.key_params["scale"].clone()
+    fitted = cache.key_params["scale"].clone()
     cache.append(x * 3, zeros)
-    assert torch.equal(cache.key_params["scale"], learned)
+    assert torch.equal(cache.key_params["scale"], fitted)
 
 
 def test_saturation_warns_once_for_each_layer_and_tensor() -> None:

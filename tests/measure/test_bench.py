@@ -352,7 +352,7 @@ def test_contexts_beyond_the_positions_of_the_model_are_refused(folder: str) -> 
 
 
 def test_steps_beyond_the_positions_that_a_model_has_are_explained() -> None:
-    """Learned positions end where a rotary embedding goes on."""
+    """Fitted positions end where a rotary embedding goes on."""
     tokenizer = lambda text, **_: SimpleNamespace(input_ids=zoo.prompt(1, 2000))  # noqa: E731
     plan = Bench("gpt2", ["exact"], [510, 512], steps=4, prefills=1, peak=False)
     for family, failing in (("gpt2", True), ("llama", False)):

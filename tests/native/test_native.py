@@ -114,7 +114,7 @@ def test_formats_of_codecs_to_come(name: str, side: str, isa: str) -> None:
 @each_isa
 @pytest.mark.parametrize("name", ("outliers of int4", "outliers of fp8", "static table of 3 bits"))
 def test_new_formats_before_anything_is_packed(name: str, isa: str) -> None:
-    """Codecs that learn have no parameters by then."""
+    """Codecs that fit have no parameters by then."""
     view = view_of_new(name, "both", UNLIKE, (20, 1))
     assert view.blocks.longest == 0 and view.key_params == {}
     assert_native(Call(query_for(view, UNLIKE, 1), view, 0.12))

@@ -18,7 +18,7 @@ from kvbits.hf.names import cache_name
 from kvbits.layer.cache import LayerCache
 from kvbits.parallel.join import merge, with_sinks
 from kvbits.schemes.scheme import Scheme
-from kvbits.store.shards import Turns
+from kvbits.store.shards import Shards
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize(("world", "run"), [(1, 1), (2, 1), (2, 16), (3, 2), (8, 5)])
 def test_every_block_has_one_owner_and_no_rank_has_a_run_more_than_another(world: int, run: int) -> None:
-    turns = [Turns(rank, world, run) for rank in range(world)]
+    turns = [Shards(rank, world, run) for rank in range(world)]
     for blocks in (0, 1, run, 2 * run + 1, 97, 200):
         counts = [one.count(blocks) for one in turns]
         assert sum(counts) == blocks and max(counts) - min(counts) <= run
@@ -41,9 +41,9 @@ def test_every_block_has_one_owner_and_no_rank_has_a_run_more_than_another(world
 
 def test_impossible_turns_are_refused() -> None:
     with pytest.raises(ValueError, match="rank=2 is not one of 2 ranks"):
-        Turns(2, 2, 1)
+        Shards(2, 2, 1)
     with pytest.raises(ValueError, match="run=0 is not a number of blocks"):
-        Turns(0, 2, 0)
+        Shards(0, 2, 0)
 
 
 # -- log-sums ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from kvbits.plan.split import shares
 from kvbits.schemes.catalogue import ALIASES, CATALOGUE
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.room import Limits
-from kvbits.store.shards import Turns
+from kvbits.store.shards import Shards
 from kvbits.transform.rotary import Rotary
 from kvbits.types import ByteCount
 
@@ -192,7 +192,7 @@ def live_layer(scheme: Scheme, attention: Attention, batch: int, calls: list[int
     """A layer after some calls, of random keys and values."""
     heads, key, value = attention.heads, attention.key_channels, attention.value_channels
     rotary = Rotary(10_000 ** -(torch.arange(key // 2) / (key // 2)))
-    cache = LayerCache(scheme, attention.window, rotary=rotary, learned=fitted(scheme, heads, key, value))
+    cache = LayerCache(scheme, attention.window, rotary=rotary, calibrated=fitted(scheme, heads, key, value))
     generator = torch.Generator().manual_seed(0)
     for tokens in calls:
         k = torch.randn(batch, heads, tokens, key, generator=generator).to(attention.key_dtype)
@@ -386,7 +386,7 @@ def test_calibrated_caches_hold_their_parameters_from_the_first_token_on() -> No
             assert_cache_foretold(cache, shape, scheme, 2, calls, sliding=False)
 
 
-def test_what_is_centred_is_learned_in_float32_without_a_rotary_embedding_too() -> None:
+def test_what_is_centred_is_fitted_in_float32_without_a_rotary_embedding_too() -> None:
     model, shape = model_of("gpt2", torch.bfloat16)
     cache = live(model, "lm4,centred,block=32,residual=0", 1, [100])
     assert all(x.dtype == torch.float32 for layer in cache.packed_layers for x in layer.core.key_params.values())
@@ -591,7 +591,7 @@ def test_shares_of_a_context_are_foretold(scheme: str, calls: list[int]) -> None
     parsed = Scheme.parse(scheme)
     live = parsed if parsed.packs else replace(parsed, residual=128)
     for rank in range(3):
-        turns = Turns(rank, 3, 2)
+        turns = Shards(rank, 3, 2)
         layer = SharedLayer(live, "layer", None, ({}, {}), None, turns)  # type: ignore[arg-type] # nothing is asked
         for tokens in calls:
             layer.append(torch.randn(2, 2, tokens, 64), torch.randn(2, 2, tokens, 64))
@@ -614,7 +614,7 @@ def test_ten_million_tokens_on_eight_ranks_that_share_them() -> None:
     record, blocks = memory.record_of(scheme, attention), tokens // scheme.block
     assert tokens < 2**30, "the kernels number tokens in 32 bits, and refuse more than 2**30"
     # All the rest is counted in int64: table entries, places in a pool, elements of it as 16-bit words.
-    pool = torch.empty(Turns(0, 8, 1).count(blocks), attention.heads, record.nbytes, dtype=torch.uint8, device="meta")
+    pool = torch.empty(Shards(0, 8, 1).count(blocks), attention.heads, record.nbytes, dtype=torch.uint8, device="meta")
     assert pool.shape[0] * pool.stride(0) == pool.nbytes > 2**30
     assert -(-pool.nbytes // 2) < 2**63 and blocks < 2**31
 

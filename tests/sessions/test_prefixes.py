@@ -415,7 +415,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
 def test_each_store_sees_its_own(tmp_path: Path) -> None:
     model, ids = model_of("llama"), zoo.prompt(1, 100)
     more = torch.cat([ids, ids], dim=1)
-    learned = [kvbits.calibrate(model, zoo.prompt(1, 60, seed), "nuq3") for seed in range(2)]
+    fitted = [kvbits.calibrate(model, zoo.prompt(1, 60, seed), "nuq3") for seed in range(2)]
     finetuned = zoo.build("llama")
     finetuned.model.layers[1].mlp.down_proj.weight.data *= 1.02
     stores = [
@@ -423,7 +423,7 @@ def test_each_store_sees_its_own(tmp_path: Path) -> None:
         PrefixStore(tmp_path, BUDGET, model, f"int4,{SMALL}"),
         PrefixStore(tmp_path, BUDGET, model_of("llama", torch.bfloat16), INT8),
         PrefixStore(tmp_path, BUDGET, finetuned, INT8),
-        *(PrefixStore(tmp_path, BUDGET, model, f"nuq3,{SMALL}", calibration=one) for one in learned),
+        *(PrefixStore(tmp_path, BUDGET, model, f"nuq3,{SMALL}", calibration=one) for one in fitted),
     ]
     for number, store in enumerate(stores):
         assert store.lookup(more)[1] == 0, number

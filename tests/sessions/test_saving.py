@@ -67,7 +67,7 @@ def with_small_blocks(spelling: str) -> Scheme:
 
 @pytest.mark.parametrize("scheme", [*(str(s) for s in SCHEMES if not re.fullmatch(r"[^=]*-gs\d+", str(s))), *MODIFIED])
 def test_every_scheme_goes_on(scheme: str, tmp_path: Path) -> None:
-    """From the first packed block on, over the next one, where static scales were learned before."""
+    """From the first packed block on, over the next one, where static scales were fitted before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         core = layer(with_small_blocks(scheme))
@@ -337,12 +337,12 @@ def test_a_cache_that_was_reset_is_an_empty_one(tmp_path: Path) -> None:
 def test_calibrated_caches_need_no_calibration_again(tmp_path: Path) -> None:
     model = model_of("llama")
     scheme = f"nuq3-1%,centred,{SMALL}"
-    learned = kvbits.calibrate(model, torch.cat([zoo.prompt(1, 60, seed) for seed in range(2)]), scheme)
-    cache = kvbits.cache_for(model, scheme, calibration=learned)
+    fitted = kvbits.calibrate(model, torch.cat([zoo.prompt(1, 60, seed) for seed in range(2)]), scheme)
+    cache = kvbits.cache_for(model, scheme, calibration=fitted)
     call(model, cache, zoo.prompt(2, 80))
     loaded = assert_goes_on("llama", cache, tmp_path / "x", steps=40)
     loaded.reset()
-    fresh = kvbits.cache_for(model, scheme, calibration=learned)
+    fresh = kvbits.cache_for(model, scheme, calibration=fitted)
     for ids in zoo.prompt(1, 90).split(45, dim=1):
         assert torch.equal(call(model, loaded, ids), call(model, fresh, ids))
 
@@ -782,8 +782,8 @@ def test_inspect_shows_text(smollm2: Any, tmp_path: Path) -> None:
 
 
 def test_inspect_other_things(tmp_path: Path) -> None:
-    learned = kvbits.calibrate(model_of("llama"), zoo.prompt(1, 60), "nuq3")
-    for path in (learned.save(tmp_path / "cal"), tmp_path / "cal" / "calibration.safetensors"):
+    fitted = kvbits.calibrate(model_of("llama"), zoo.prompt(1, 60), "nuq3")
+    for path in (fitted.save(tmp_path / "cal"), tmp_path / "cal" / "calibration.safetensors"):
         code, output = inspect(path)
         assert code == 0 and "calibration" in output and "value nuq3-token" in output and "1 x 60 tokens" in output
     (tmp_path / "text").write_text("text")

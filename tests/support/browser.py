@@ -12,7 +12,7 @@
         assert page.errors == [] and page.requests == [(tmp_path / "index.html").as_uri()]
 
 The fixture ``tab`` of ``conftest.py`` is the same, as an argument of a test. Names that a page looks up lead nowhere,
-so a page that asks for something outside is found out, and learns nothing.
+so a page that asks for something outside is found out, and gets nothing.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def layer(scheme: str | Scheme, window: int | None = None) -> LayerCache:
     parsed = Scheme.parse(scheme)
     turning = parsed.pre_rope or parsed.centred
     rotary = Rotary(10.0 ** -torch.arange(8).double()) if turning else None
-    return LayerCache(parsed, window, rotary=rotary, learned=calibrated(parsed))
+    return LayerCache(parsed, window, rotary=rotary, calibrated=calibrated(parsed))
 
 
 def assert_same_layer(one: LayerCache, other: LayerCache) -> None:

@@ -98,7 +98,7 @@ class CodecCase:
         per: ``token``, ``channel``, or another word where nothing is grouped.
         group: elements that share a scale; 0 where it is static.
         entries: outliers of a block.
-        learns: whether there is something to fit.
+        is_fitted: whether there is something to fit.
         calibrated: whether that has to see calibration samples.
     """
 
@@ -109,7 +109,7 @@ class CodecCase:
     per: str
     group: int
     entries: int = 0
-    learns: bool = False
+    is_fitted: bool = False
     calibrated: bool = False
 
     @property
@@ -162,16 +162,16 @@ def _grouped(family: str, per: str, group: int, spelling: str, error: float | No
         error = table[family][GROUPS.index(size)] if size else STATIC_ERROR[family][bool(share)]
     bits = code_bits + (32 / size if size else 0) + ENTRIES[share] * 32 / (BLOCK * CHANNELS)
     fitted = family.startswith("nuq")
-    learns, calibrated = fitted or not size, fitted or "calibrated" in spelling
-    return CodecCase(spelling, error, bits, code_bits, per, size, ENTRIES[share], learns, calibrated)
+    is_fitted, calibrated = fitted or not size, fitted or "calibrated" in spelling
+    return CodecCase(spelling, error, bits, code_bits, per, size, ENTRIES[share], is_fitted, calibrated)
 
 
 def _codecs() -> tuple[CodecCase, ...]:
     cases = [
         CodecCase("exact", 0.0, 16.0, 0, "element", 1),
         CodecCase("fp8", 0.02510, 8 + 16 / CHANNELS, 8, "token", CHANNELS),
-        CodecCase("fp8-static", 0.02644, 8.0, 8, "layer", 0, learns=True),
-        CodecCase("fp8-calibrated", 0.02644, 8.0, 8, "layer", 0, learns=True, calibrated=True),
+        CodecCase("fp8-static", 0.02644, 8.0, 8, "layer", 0, is_fitted=True),
+        CodecCase("fp8-calibrated", 0.02644, 8.0, 8, "layer", 0, is_fitted=True, calibrated=True),
     ]
     for name, error in LLOYD_MAX_ERROR.items():
         cases.append(CodecCase(name, error, int(name[-1]) + 16 / CHANNELS, int(name[-1]), "token", CHANNELS))

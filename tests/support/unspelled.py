@@ -52,8 +52,8 @@ class WithOutliers(Unspelled):
         return self.dense.block_multiple
 
     @property
-    def learns(self) -> bool:
-        return self.dense.learns
+    def is_fitted(self) -> bool:
+        return self.dense.is_fitted
 
     def layout(self, tokens: int, channels: int, dtype: torch.dtype) -> tuple[Part, ...]:
         return (
@@ -92,7 +92,7 @@ class PerChannel(Unspelled):
     zero: bool = True
 
     @property
-    def learns(self) -> bool:
+    def is_fitted(self) -> bool:
         return True
 
     @property
@@ -137,17 +137,17 @@ def uneven(bits: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Learned(Grouped):
-    """A table that was learned, in the params, with scale and zero per group."""
+class Fitted(Grouped):
+    """A table that was fitted, in the params, with scale and zero per group."""
 
-    name: ClassVar[str] = "learned"
+    name: ClassVar[str] = "fitted"
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4)
     levels: ClassVar[Literal["uniform", "table"]] = "table"
     pattern: ClassVar[re.Pattern[str]] = re.compile("(?!)")
     examples: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def learns(self) -> bool:
+    def is_fitted(self) -> bool:
         return True
 
     def table(self, params: Params) -> torch.Tensor | None:
@@ -178,11 +178,11 @@ NEW: dict[str, Codec] = {
     "static table of 4 bits": PerChannel(4, "table"),
     "static table of 3 bits": PerChannel(3, "table"),
     "static table of 2 bits without zero": PerChannel(2, "table", zero=False),
-    "learned table of 4 bits": Learned(4),
-    "learned table of 3 bits": Learned(3, "token", 16),
-    "learned table of 2 bits": Learned(2),
-    "learned table of 4 bits per channel": Learned(4, "channel", 32),
-    "learned table of 3 bits per channel": Learned(3, "channel", 16),
+    "fitted table of 4 bits": Fitted(4),
+    "fitted table of 3 bits": Fitted(3, "token", 16),
+    "fitted table of 2 bits": Fitted(2),
+    "fitted table of 4 bits per channel": Fitted(4, "channel", 32),
+    "fitted table of 3 bits per channel": Fitted(3, "channel", 16),
     "outliers of int4": WithOutliers(Affine(4), 25),
     "outliers of int3 per channel": WithOutliers(Affine(3, "channel", 16), 25),
     "one outlier": WithOutliers(Affine(2), 1),
@@ -191,7 +191,7 @@ NEW: dict[str, Codec] = {
     "outliers of fp8": WithOutliers(Fp8(), 25),
     "outliers of fp8-static": WithOutliers(Fp8Static(), 25),
     "outliers of static": WithOutliers(PerChannel(3), 25),
-    "outliers of learned table": WithOutliers(Learned(3), 25),
+    "outliers of fitted table": WithOutliers(Fitted(3), 25),
     "unused outliers": WithOutliers(Affine(4), 25, used=0.5),
     "only unused outliers": WithOutliers(Affine(4), 25, used=0.0),
 }

@@ -49,7 +49,7 @@ def view_of(
 ) -> KVView:
     """What attention sees in the last of several calls with ``counts`` new columns each."""
     parsed, rows, view, first = Scheme.parse(scheme), Rows(), None, 0
-    cache = LayerCache(parsed, window=window, learned=calibrated(parsed, shape))
+    cache = LayerCache(parsed, window=window, calibrated=calibrated(parsed, shape))
     for seed, count in enumerate(counts):
         rows = rows.extend(batch, count, None if text is None else text[:, first : first + count])
         keys = random(batch, shape.heads, count, shape.key_channels, seed=2 * seed, dtype=dtype)

@@ -11,7 +11,7 @@ from kvbits.attend import Call, reference
 from kvbits.backends import why_no_triton
 from kvbits.hf.names import cache_name
 from kvbits.layer.cache import LayerCache
-from kvbits.layer.frozen import StaticLayer, why_not
+from kvbits.layer.frozen import FrozenLayerCache, why_not
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.rows import Rows
 from kvbits.transform.rotary import Rotary
@@ -39,7 +39,7 @@ def prefilled(scheme: str, count: int) -> LayerCache:
 def test_steps_are_those_of_a_growing_cache(scheme: str) -> None:
     """Over a packing: every bit that is stored, and what attention gives before and after it."""
     cache = prefilled(scheme, 80)
-    layer = StaticLayer(cache, capacity=160)
+    layer = FrozenLayerCache(cache, capacity=160)
     for step in range(30):
         key, value = tokens(1, seed=100 + 2 * step)
         view = cache.append(key, value)
@@ -62,14 +62,14 @@ def test_steps_are_those_of_a_growing_cache(scheme: str) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("scheme", ("k=fp8-static,v=int2,centred", "k=nuq3,v=nuq2-qnorm", "k=int4-static,v=nf4"))
-def test_rows_of_different_lengths_and_what_is_learned_later(scheme: str) -> None:
+def test_rows_of_different_lengths_and_what_is_fitted_later(scheme: str) -> None:
     """Nothing is packed at first; rows pack at different steps."""
     cache = LayerCache(Scheme.parse(f"{scheme},{SMALL}"), rotary=Rotary(10_000.0 ** -(torch.arange(16) / 16)))
     text = torch.ones(2, 30, dtype=torch.bool, device=DEVICE)
     text[0, :21] = False
     rows = Rows().extend(2, 30, text)
     cache.append(*tokens(30, seed=1), rows)
-    layer = StaticLayer(cache, capacity=80)
+    layer = FrozenLayerCache(cache, capacity=80)
     for step in range(45):
         key, value = tokens(1, seed=100 + 2 * step)
         rows = rows.extend(2, 1)
@@ -87,7 +87,7 @@ def test_rows_of_different_lengths_and_what_is_learned_later(scheme: str) -> Non
 def test_beams_that_were_reordered_are_put_in_order() -> None:
     cache = prefilled("int4", 80)
     cache.select_rows(torch.tensor([1, 0]))
-    layer = StaticLayer(cache, capacity=100)
+    layer = FrozenLayerCache(cache, capacity=100)
     key, value = tokens(1, seed=5)
     view = cache.append(key, value)
     layer.step(key, value)
@@ -100,7 +100,7 @@ def test_beams_that_were_reordered_are_put_in_order() -> None:
 def test_the_operator_has_a_fake_and_a_schema() -> None:
     from kvbits.attend.operator import attend_static
 
-    layer = StaticLayer(prefilled("int4", 80), capacity=100)
+    layer = FrozenLayerCache(prefilled("int4", 80), capacity=100)
     layer.step(*tokens(1, seed=5))
     query = random(2, 4, 1, 32, seed=9).to(DEVICE)
     inputs = (query, layer.keys, layer.values, layer.pool, layer.table, layer.counts, layer.held)
@@ -114,7 +114,7 @@ def test_the_operator_has_a_fake_and_a_schema() -> None:
 @pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU")
 def test_a_captured_step_stays_right_while_the_context_grows() -> None:
     cache = prefilled("kivi4", 80)
-    layer = StaticLayer(cache, capacity=160)
+    layer = FrozenLayerCache(cache, capacity=160)
     key, value = tokens(1, seed=5)
     query = random(2, 6, 1, 32, seed=9).to(DEVICE)
     layer.attend(query, 0.2)  # compiles
@@ -133,7 +133,7 @@ def test_a_captured_step_stays_right_while_the_context_grows() -> None:
 
 @pytest.mark.skipif(not GPU, reason="torch.compile of the step is tested where the kernel compiles")
 def test_a_compiled_step() -> None:
-    layer = StaticLayer(prefilled("kivi4", 80), capacity=160)
+    layer = FrozenLayerCache(prefilled("kivi4", 80), capacity=160)
     layer.step(*tokens(1, seed=5))
     query = random(2, 6, 1, 32, seed=9).to(DEVICE)
     step = torch.compile(lambda query: 2 * layer.attend(query, 0.2), fullgraph=True)
@@ -160,7 +160,7 @@ def test_a_whole_model_in_one_graph() -> None:
 
 
 def test_a_full_layer_says_so() -> None:
-    layer = StaticLayer(prefilled("int4", 80), capacity=81)
+    layer = FrozenLayerCache(prefilled("int4", 80), capacity=81)
     layer.step(*tokens(1, seed=3))
     layer.advance()
     layer.step(*tokens(1, seed=5))
@@ -169,7 +169,7 @@ def test_a_full_layer_says_so() -> None:
 
 
 def test_what_is_not_finite_is_not_packed() -> None:
-    layer = StaticLayer(prefilled("int4", 42), capacity=100)
+    layer = FrozenLayerCache(prefilled("int4", 42), capacity=100)
     layer.keys[0, 0, 5, 0] = torch.nan
     layer.step(*tokens(1, seed=3))
     with pytest.raises(ValueError, match="1 of the keys to be packed are NaN, infinite or above"):
@@ -178,7 +178,7 @@ def test_what_is_not_finite_is_not_packed() -> None:
 
 def test_too_little_capacity() -> None:
     with pytest.raises(ValueError, match="holds 80 tokens, more than the capacity of 79"):
-        StaticLayer(prefilled("int4", 80), capacity=79)
+        FrozenLayerCache(prefilled("int4", 80), capacity=79)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_cannot_have_a_fixed_capacity(cache: object, reason: str) -> None:
         pytest.skip("what the Triton kernel alone cannot do")
     assert why_not(made) == [reason]
     with pytest.raises(ValueError, match="cannot have a fixed capacity"):
-        StaticLayer(made, 100)
+        FrozenLayerCache(made, 100)
 
 
 def _filled(cache: LayerCache) -> LayerCache:

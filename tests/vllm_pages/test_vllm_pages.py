@@ -188,7 +188,7 @@ def test_columns_of_rows_of_different_lengths() -> None:
     [
         ("kivi2", "scales that tokens share"),
         ("int4-channel", "scales that tokens share"),
-        ("fp8-static", "learns from the first tokens"),
+        ("fp8-static", "is fitted to the first tokens"),
         ("nuq3-1%", "outliers"),
         ("int4-1%", "outliers"),
         ("default", "mean of its keys"),

@@ -41,7 +41,7 @@ def attend_static(
     table: torch.Tensor,
     counts: torch.Tensor,
     held: torch.Tensor,
-    learned: Sequence[torch.Tensor],
+    fitted: Sequence[torch.Tensor],
     names: str,
     sink_logits: Optional[torch.Tensor],  # noqa: UP045 - old releases of torch know no X | None here
     scheme: str,
@@ -50,7 +50,7 @@ def attend_static(
     scaling: float,
     softcap: Optional[float],  # noqa: UP045
 ) -> torch.Tensor:
-    """Attention of one new token over a :class:`kvbits.layer.frozen.StaticLayer`.
+    """Attention of one new token over a :class:`kvbits.layer.frozen.FrozenLayerCache`.
 
     Args:
         query: ``[B, Hq, 1, Dk]``.
@@ -59,8 +59,8 @@ def attend_static(
         table, in_order: see :class:`kvbits.store.blocks.Blocks`; the table has a column for each block that there can
             be.
         counts, held: int32 ``[B]``, blocks and exact slots in use.
-        learned: what the layer has learned, and the angles of all blocks that there can be, if keys have any.
-        names: of ``learned``, with commas between: ``key.<name>`` and ``value.<name>`` of the codecs' params (``mean``
+        fitted: what the layer has fitted, and the angles of all blocks that there can be, if keys have any.
+        names: of ``fitted``, with commas between: ``key.<name>`` and ``value.<name>`` of the codecs' params (``mean``
             and ``balance`` among the keys'), and ``base_cos``, ``base_sin``, ``step_cos``, ``step_sin``.
         sink_logits: ``[Hq]``.
         scheme: as ``Scheme.parse`` reads it.
@@ -73,7 +73,7 @@ def attend_static(
     Raises:
         ValueError: on a CPU, if more tokens were written than there are slots.
     """
-    layer = _layer_of(pool, keys, values, learned, names, scheme, interleaved)
+    layer = _layer_of(pool, keys, values, fitted, names, scheme, interleaved)
     with without_autocast():
         if not why_triton_is_off(query.device):
             most = (table.shape[1],) * len(counts), (keys.shape[2],) * len(held)
@@ -102,7 +102,7 @@ def _(
     table: torch.Tensor,
     counts: torch.Tensor,
     held: torch.Tensor,
-    learned: Sequence[torch.Tensor],
+    fitted: Sequence[torch.Tensor],
     names: str,
     sink_logits: Optional[torch.Tensor],  # noqa: UP045
     scheme: str,
@@ -120,7 +120,7 @@ class _Layer:
 
     scheme: Scheme
     record: Record
-    learned: tuple[torch.Tensor, ...]
+    fitted: tuple[torch.Tensor, ...]
     params: tuple[Params, Params]
     transforms: tuple[Transform, Transform]
 
@@ -139,7 +139,7 @@ _LAYERS = WeakTensorKeyDictionary()
 
 
 def refresh(pool: torch.Tensor) -> None:
-    """Tell the layer with this pool that what it learned was filled in: captured graphs read what is derived of it."""
+    """Tell the layer with this pool that what it fitted was filled in: captured graphs read what is derived of it."""
     layer: _Layer | None = _LAYERS.get(pool)
     if layer is not None:
         triton_decode.refresh(layer.record, (layer.scheme.key, layer.scheme.value), layer.params)
@@ -149,25 +149,25 @@ def _layer_of(
     pool: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    learned: Sequence[torch.Tensor],
+    fitted: Sequence[torch.Tensor],
     names: str,
     scheme: str,
     interleaved: bool,
 ) -> _Layer:
     """Made at the first step: tables and layouts that kernels derive are not made anew at each."""
     held: _Layer | None = _LAYERS.get(pool)
-    if held is not None and list(map(id, held.learned)) == list(map(id, learned)):
+    if held is not None and list(map(id, held.fitted)) == list(map(id, fitted)):
         return held
-    _LAYERS[pool] = made = _make_layer(keys, values, learned, names, parse(scheme), interleaved)
+    _LAYERS[pool] = made = _make_layer(keys, values, fitted, names, parse(scheme), interleaved)
     return made
 
 
 def _make_layer(
-    keys: torch.Tensor, values: torch.Tensor, learned: Sequence[torch.Tensor], names: str, scheme: Scheme, pairs: bool
+    keys: torch.Tensor, values: torch.Tensor, fitted: Sequence[torch.Tensor], names: str, scheme: Scheme, pairs: bool
 ) -> _Layer:
     channels = keys.shape[3], values.shape[3]
     record = Record.of(scheme.key, scheme.value, scheme.block, *channels, keys.dtype, values.dtype)
-    known = dict(zip(names.split(",") if names else (), learned, strict=True))
+    known = dict(zip(names.split(",") if names else (), fitted, strict=True))
     params = [{name[len(side) :]: x for name, x in known.items() if name.startswith(side)} for side in _SIDES]
     rotations = [
         hadamard.rotation(size).to(keys.device) if codec.rotates else None
@@ -178,7 +178,7 @@ def _make_layer(
         rope = Rope(known["base_cos"], known["base_sin"], known["step_cos"], known["step_sin"], pairs)
     key = Transform(params[0].get("mean"), rotations[0], rope, scheme.pre_rope, params[0].get("balance"))
     transforms = key, Transform(rotation=rotations[1])
-    return _Layer(scheme, record, tuple(learned), (params[0], params[1]), transforms)
+    return _Layer(scheme, record, tuple(fitted), (params[0], params[1]), transforms)
 
 
 ANGLES = ("base_cos", "base_sin", "step_cos", "step_sin")

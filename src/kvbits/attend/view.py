@@ -53,7 +53,7 @@ class KVView:
         held: exact tokens of each row.
         sinks: how many of them come before the packed ones.
         blocks: the packed tokens.
-        key_params, value_params: what the codecs learned for this layer.
+        key_params, value_params: what the codecs fitted for this layer.
         rows: which columns hold text.
         dropped: own tokens before the first packed one that a sliding window has left behind.
         offset: the first column that the layer may still see; masks begin there.

@@ -31,7 +31,7 @@ class Codec(ABC):
     """Whether the cache rotates blocks (Hadamard with random signs, over head_dim) before it encodes them."""
 
     @property
-    def learns(self) -> bool:
+    def is_fitted(self) -> bool:
         """Whether :meth:`fit` returns anything."""
         return False
 
@@ -68,7 +68,7 @@ class Codec(ABC):
         return None
 
     def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
-        """Learn static parameters of one layer and tensor. Default: none.
+        """Fit static parameters of one layer and tensor. Default: none.
 
         Samples that are all zero say nothing of what will come: the cache asks again at the next block.
 

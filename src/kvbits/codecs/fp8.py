@@ -78,7 +78,7 @@ class Fp8Static(Codec):
         return "fp8-calibrated" if self.calibrated else "fp8-static"
 
     @property
-    def learns(self) -> bool:
+    def is_fitted(self) -> bool:
         return True
 
     @property

@@ -111,7 +111,7 @@ class Grouped(Codec):
         return direction + ("" if self.group == _DEFAULT_GROUP[self.per] else f"-gs{self.group}")
 
     @property
-    def learns(self) -> bool:
+    def is_fitted(self) -> bool:
         return self.static
 
     @property

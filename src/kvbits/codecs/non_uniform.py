@@ -56,7 +56,7 @@ class NonUniform(Grouped):
         return "-token" + super().spell_groups() if self.per == "token" else super().spell_groups()
 
     @property
-    def learns(self) -> bool:
+    def is_fitted(self) -> bool:
         return True
 
     @property

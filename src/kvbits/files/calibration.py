@@ -88,9 +88,9 @@ class Calibration:
         return found
 
     def of_layer(self, layer: int, scheme: Scheme) -> tuple[Params, Params]:
-        """What calibration learned of the keys and values of one layer under its scheme, the key mean included.
+        """What calibration fitted of the keys and values of one layer under its scheme, the key mean included.
 
-        Codecs that need no calibration get nothing, and so learn from the first tokens that they pack, as always.
+        Codecs that need no calibration get nothing, and so are fitted to the first tokens that they pack, as always.
         """
         key, value = scheme.key, scheme.value
         form = {"pre_rope": scheme.pre_rope, "centred": scheme.centred}

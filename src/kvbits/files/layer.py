@@ -2,7 +2,7 @@
 
 Tensors, after the number of the layer: ``pool`` (uint8 ``[blocks, H, record bytes]``, those that some row refers to, in
 the order of the table), ``table`` (int32 ``[B, blocks]``, where the order alone does not tell), ``keys`` and ``values``
-(the exact tokens, ``[B, H, T, D]``), and what was learned: ``key.scale``, ``key.mean``, ``value.table``, ...
+(the exact tokens, ``[B, H, T, D]``), and what was fitted: ``key.scale``, ``key.mean``, ``value.table``, ...
 
 Room to grow is not written. Whatever a file says is checked against itself before a kernel may rely on it.
 """
@@ -32,8 +32,8 @@ def state_of(core: LayerCache, name: str) -> tuple[dict[str, Any], dict[str, Con
         "scheme": str(core.scheme),
         "window": core.window,
         "params": {side: sorted(params[side]) for side in _SIDES},
-        "learned": {side: sorted(core.learned[i]) for i, side in enumerate(_SIDES)},
-        "fitted": list(core.fitted),
+        "learned": {side: sorted(core.calibrated[i]) for i, side in enumerate(_SIDES)},
+        "fitted": list(core.is_final),
         "held": None,
     }
     if core.keys is None or core.values is None or core.store is None:
@@ -73,11 +73,11 @@ def restore(
     """
     read = _Reader(name, tensor, device)
     params = [{p: read.param(f"{side}.{p}") for p in state["params"][side]} for side in _SIDES]
-    learned = [{p: params[i][p] for p in state["learned"][side]} for i, side in enumerate(_SIDES)]
-    core.learned = (learned[0], learned[1])
+    fitted = [{p: params[i][p] for p in state["learned"][side]} for i, side in enumerate(_SIDES)]
+    core.calibrated = (fitted[0], fitted[1])
     core.reset()
     core.key_params, core.value_params = params
-    core.fitted = (bool(state["fitted"][0]), bool(state["fitted"][1]))
+    core.is_final = (bool(state["fitted"][0]), bool(state["fitted"][1]))
     if state["held"] is None:
         return
     keys, values = read.exact("keys"), read.exact("values")

@@ -70,7 +70,7 @@ def cache_for(
         scheme: such as ``"int4"``, ``"kivi2,residual=64"``, or a :class:`kvbits.Scheme`.
         sliding: quantize sliding-window layers too; they stay exact, in the model's own type, by default. So do those
             whose window is too short for the scheme to save memory (see :meth:`kvbits.Scheme.for_window`).
-        calibration: what :func:`kvbits.calibrate` learned of this model, or the folder where it lies; ``nuq`` and
+        calibration: what :func:`kvbits.calibrate` fitted of this model, or the folder where it lies; ``nuq`` and
             other calibrated schemes need it.
 
     Raises:
@@ -81,10 +81,10 @@ def cache_for(
     """
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
-    return make_cache(model, scheme, sliding, learned_by(model, scheme, calibration))
+    return make_cache(model, scheme, sliding, fitted_by(model, scheme, calibration))
 
 
-Learned: TypeAlias = Callable[[int, Scheme], tuple[Params, Params]]
+Fitted: TypeAlias = Callable[[int, Scheme], tuple[Params, Params]]
 """A layer and its scheme to the params of keys and values that it begins with."""
 
 
@@ -108,13 +108,13 @@ def make_cache(
     model: PreTrainedModel,
     scheme: Scheme,
     sliding: bool = False,
-    learned: Learned | None = None,
+    fitted: Fitted | None = None,
     kind: Kind = Kind(),  # noqa: B008 - it is immutable
 ) -> KVCache:
     """As :func:`cache_for`, for a model that can be served.
 
     Args:
-        learned: params of keys and values that a layer of a scheme begins with; none by default.
+        fitted: params of keys and values that a layer of a scheme begins with; none by default.
         kind: what it is made of.
     """
     if model.device.type == "cpu":
@@ -126,7 +126,7 @@ def make_cache(
         own = scheme.for_attention(index, len(layers), window, sliding)
         if own is not None and able:
             name = f"layer {index}"
-            known = ({}, {}) if learned is None else learned(index, own)
+            known = ({}, {}) if fitted is None else fitted(index, own)
             rotary = None if turning is None else _rotary_of(turning, index, own)
             layers[index] = kind.layer(kind.core(own, window, name, rotary, known), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
@@ -158,7 +158,7 @@ def _rotary_of(turning: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
         return None
 
 
-def learned_by(model: PreTrainedModel, scheme: Scheme, calibration: str | Path | Calibration | None) -> Learned | None:
+def fitted_by(model: PreTrainedModel, scheme: Scheme, calibration: str | Path | Calibration | None) -> Fitted | None:
     """What a calibration knows of the layers of ``model``. Raises as :func:`cache_for`."""
     if calibration is None:
         refuse_uncalibrated(scheme)

@@ -23,14 +23,14 @@ from kvbits.backends import why_triton_is_off
 from kvbits.codecs import Exact
 from kvbits.hf.cache import KVCache, no_model
 from kvbits.hf.layer import PackedLayer
-from kvbits.layer.frozen import StaticLayer, why_not
+from kvbits.layer.frozen import FrozenLayerCache, why_not
 from kvbits.layer.ring import RingLayer
 
 
 class Frozen:
     """What ``update`` returns in place of keys and values: the layer to attend to, and no tensor."""
 
-    def __init__(self, core: StaticLayer | RingLayer, name: str) -> None:
+    def __init__(self, core: FrozenLayerCache | RingLayer, name: str) -> None:
         self.core, self.name = core, name
 
     def attend(
@@ -75,7 +75,7 @@ class FrozenLayer(CacheLayerMixin):
     is_compileable = True
     is_croppable = False
 
-    def __init__(self, core: StaticLayer | RingLayer, name: str, is_sliding: bool) -> None:
+    def __init__(self, core: FrozenLayerCache | RingLayer, name: str, is_sliding: bool) -> None:
         # Not CacheLayerMixin.__init__: there are no keys and values to show.
         self.core, self.name, self.is_sliding = core, name, is_sliding
         self.is_initialized = True
@@ -361,11 +361,11 @@ def _frozen_layers(cache: KVCache, capacity: int) -> list[FrozenLayer]:
     layers = []
     for index, (layer, kind) in enumerate(zip(cache.layers, _kinds(cache), strict=True)):
         name = f"layer {index}"
-        core: StaticLayer | RingLayer
+        core: FrozenLayerCache | RingLayer
         if isinstance(layer, PackedLayer) and not _is_exact(layer):
             if reasons := why_not(layer.core):
                 raise ValueError(f"{name} cannot be frozen: {', '.join(reasons)}")
-            core = StaticLayer(layer.core, capacity)
+            core = FrozenLayerCache(layer.core, capacity)
         elif isinstance(layer, PackedLayer) or type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             if "chunked" in kind:
                 raise ValueError(f"{name} cannot be frozen: it attends to chunks ({kind})")

@@ -7,7 +7,7 @@ module           what is in it
 ``cache``        ``LayerCache``: how it grows and is cropped
 ``packing``      exact tokens on their way into blocks
 ``first_fit``    what is fitted from the first tokens that are packed
-``frozen``       ``StaticLayer``: the same at a fixed capacity, for one graph
+``frozen``       ``FrozenLayerCache``: the same at a fixed capacity, for one graph
 ``ring``         ``RingLayer``: exact tokens at a fixed capacity
 ===============  ======================================================
 """

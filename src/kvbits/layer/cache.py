@@ -18,7 +18,7 @@ import torch
 
 from kvbits.attend import KVView
 from kvbits.encode import Unsound, encode
-from kvbits.layer.first_fit import learn
+from kvbits.layer.first_fit import fit_first
 from kvbits.layer.held import Layer, outlasting
 from kvbits.layer.packing import Due, Encoded, Work
 from kvbits.store.blocks import BlockStore
@@ -43,7 +43,7 @@ class Before(NamedTuple):
     held: list[int]
     counts: tuple[int, ...]
     params: tuple[Params, Params]
-    fitted: tuple[bool, bool]
+    is_final: tuple[bool, bool]
     lost: tuple[int, ...]
     late: Late
 
@@ -132,8 +132,8 @@ class LayerCache(Layer):
         def transforms(key_params: Params) -> tuple[Transform, Transform]:
             return self._transforms.of(key_params, rows, self.dropped, most, *sides)
 
-        key_params, key_fitted = self._learn(0, work[0], due, transforms)
-        value_params, value_fitted = self._learn(1, work[1], due, transforms)
+        key_params, key_fitted = self._fit(0, work[0], due, transforms)
+        value_params, value_fitted = self._fit(1, work[1], due, transforms)
         transform = transforms(key_params)
         encoded = [
             (row, self._encode(0, work[0], row, range(count), key_params, transform[0]),
@@ -145,22 +145,22 @@ class LayerCache(Layer):
         rest = [side.rest(total, left, self.limits) for side in work]
         # Nothing below allocates or can fail.
         self.rows, buffers.held = rows, total
-        self.key_params, self.value_params, self.fitted = key_params, value_params, (key_fitted, value_fitted)
+        self.key_params, self.value_params, self.is_final = key_params, value_params, (key_fitted, value_fitted)
         view = self._view(sides[0], sides[1], offset)
         self._keep(encoded, blocks)
         buffers.keys, buffers.values = rest
         buffers.hold(left, late)
         return view
 
-    def _learn(
+    def _fit(
         self, side: int, work: Work, due: Due, transforms: Callable[[Params], tuple[Transform, Transform]]
     ) -> tuple[Params, bool]:
         """What is known of one side once ``due`` is packed, and whether that is final; nothing changes."""
         params = (self.key_params, self.value_params)[side]
-        if self.fitted[side]:
+        if self.is_final[side]:
             return params, True
         samples, transform = partial(due.samples, work), (lambda known: transforms(known)[side])
-        return learn(self.scheme, side, self.learned[side], params.get("mean"), samples, transform)
+        return fit_first(self.scheme, side, self.calibrated[side], params.get("mean"), samples, transform)
 
     def _make_room(self, encoded: Encoded, most: int) -> None:
         """Make room for blocks, so that :meth:`_keep` cannot fail; ``most`` are those of the longest row then."""
@@ -235,11 +235,11 @@ class LayerCache(Layer):
 
     def before(self) -> Before:
         """What :meth:`undo` needs to take back the next :meth:`append`."""
-        rows, params, fitted, buffers = self.rows, (self.key_params, self.value_params), self.fitted, self.buffers
+        rows, params, is_final, buffers = self.rows, (self.key_params, self.value_params), self.is_final, self.buffers
         if buffers is None:
-            return Before(rows, None, None, [], (), params, fitted, (), ())
+            return Before(rows, None, None, [], (), params, is_final, (), ())
         counts, lost = tuple(self.packed_blocks), tuple(self._lost())
-        return Before(rows, buffers.keys, buffers.values, buffers.held, counts, params, fitted, lost, buffers.late)
+        return Before(rows, buffers.keys, buffers.values, buffers.held, counts, params, is_final, lost, buffers.late)
 
     @outlasting
     def undo(self, before: Before) -> bool:
@@ -250,7 +250,7 @@ class LayerCache(Layer):
         assert self.store is not None
         if tuple(self._lost()) != before.lost:
             return False
-        (self.key_params, self.value_params), self.fitted = before.params, before.fitted
+        (self.key_params, self.value_params), self.is_final = before.params, before.is_final
         if tuple(self.packed_blocks) == before.counts:
             self.crop(self.columns - before.rows.columns, before.rows)
             return True
@@ -324,7 +324,7 @@ class LayerCache(Layer):
     def fork(self) -> LayerCache:
         """Another layer that holds the same and goes on by itself. Packed blocks are shared, exact tokens copied."""
         twin = self._empty()
-        twin.key_params, twin.value_params, twin.fitted = self.key_params, self.value_params, self.fitted
+        twin.key_params, twin.value_params, twin.is_final = self.key_params, self.value_params, self.is_final
         twin.warned = set(self.warned)
         if self.buffers is not None and self.store is not None:
             held = self.buffers
@@ -334,7 +334,7 @@ class LayerCache(Layer):
 
     def _empty(self) -> LayerCache:
         """Another one that holds nothing."""
-        return LayerCache(self.scheme, self.window, self.name, self.rotary, self.learned)
+        return LayerCache(self.scheme, self.window, self.name, self.rotary, self.calibrated)
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         batch, heads, _, channels = keys.shape

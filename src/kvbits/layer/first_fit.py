@@ -1,6 +1,6 @@
-"""What a layer does to its tokens before they are encoded, and what it learns for that.
+"""What a layer does to its tokens before they are encoded, and what it fits for that.
 
-What no calibration has told is learned once, from the first tokens that are packed: the mean and the balance of centred
+What no calibration has told is fitted once, from the first tokens that are packed: the mean and the balance of centred
 keys, and what static codecs fit. It never changes once a block refers to it.
 """
 
@@ -44,7 +44,7 @@ class Transforms:
         """Those of keys and of values.
 
         Args:
-            key_params: what has been learned of keys.
+            key_params: what has been fitted of keys.
             rows: the columns.
             dropped: tokens that every row has left behind its window.
             blocks: of every row.
@@ -68,33 +68,33 @@ class Transforms:
         return pair
 
 
-def learn(
+def fit_first(
     scheme: Scheme,
     side: int,
-    learned: Params,
+    fitted: Params,
     mean: torch.Tensor | None,
     samples: Callable[[Transform], torch.Tensor],
     transform: Callable[[Params], Transform],
 ) -> tuple[Params, bool]:
-    """What to learn of one side from the first tokens that are packed, and whether that is final.
+    """What to fit of one side from the first tokens that are packed, and whether that is final.
 
     Args:
         scheme: of the layer.
         side: 0 for keys, 1 for values.
-        learned: params from a calibration.
+        fitted: params from a calibration.
         mean: of keys, where it has been taken before.
         samples: these tokens ``[N, H, T, D]``, behind a transform.
         transform: what is done to them before they are encoded, given the params of keys.
     """
-    codec, params = (scheme.key, scheme.value)[side], dict(learned)
+    codec, params = (scheme.key, scheme.value)[side], dict(fitted)
     if side == 0 and mean is not None:
         params["mean"] = mean
     if side == 0 and scheme.centred and "mean" not in params:
         before_rope = replace(transform({}), rotation=None, whole=True)
         params["mean"] = samples(before_rope).float().mean(dim=(0, 2))
-    if side == 0 and scheme.centred and codec.rotates and not codec.learns:
+    if side == 0 and scheme.centred and codec.rotates and not codec.is_fitted:
         params["balance"] = _balance(samples(replace(transform(params), rotation=None)))
-    if not codec.learns or set(learned) - {"mean"}:
+    if not codec.is_fitted or set(fitted) - {"mean"}:
         return params, True
     first = samples(transform(params))
     params.update(codec.fit(first))

@@ -1,10 +1,10 @@
-"""``StaticLayer``, a layer of fixed capacity whose decode step can be compiled, or captured in a CUDA graph.
+"""``FrozenLayerCache``, a layer of fixed capacity whose decode step can be compiled, or captured in a CUDA graph.
 
 Nothing in a step depends on how much is held: buffers have their final size, and lengths are counted on the device.
 What cannot be captured is packing, once every ``block`` steps; the host does it between two steps, as a
 :class:`LayerCache` whose pool has its final size from the start::
 
-    layer = StaticLayer(cache, capacity=32_768)         # a LayerCache that holds the prompt
+    layer = FrozenLayerCache(cache, capacity=32_768)         # a LayerCache that holds the prompt
     with torch.cuda.graph(graph):
         layer.step(key, value)
         out = layer.attend(query, scaling)
@@ -33,7 +33,7 @@ from kvbits.store.rows import Rows
 
 
 def why_not(cache: LayerCache) -> list[str]:
-    """Reasons why a cache cannot go on as a :class:`StaticLayer`."""
+    """Reasons why a cache cannot go on as a :class:`FrozenLayerCache`."""
     if cache.keys is None or cache.values is None:
         return ["it is empty: prefill it first"]
     if not cache.scheme.packs:
@@ -62,7 +62,7 @@ def _why_not_triton(cache: LayerCache, keys: torch.dtype, values: torch.dtype) -
     return reasons
 
 
-class StaticLayer:
+class FrozenLayerCache:
     """Keys and values of one layer in buffers that never move.
 
     Rows may hold different numbers of tokens; each step adds one token to every row.
@@ -102,12 +102,12 @@ class StaticLayer:
         self.keys, self.values = (x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (core.keys, core.values))
         self.counts, self.held = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
         self.columns = torch.full((1,), self.tokens, dtype=torch.int64, device=device)
-        learned = {name: x.clone() for name, x in _to_learn(core)}
-        self._learned = learned
+        fitted = {name: x.clone() for name, x in _to_fit(core)}
+        self._fitted = fitted
         if core.rotary is not None:
             rope = core.rotary.rope(core.rows, core.sinks, self.scheme.block, max(1, self.table.shape[1]), device)
-            learned = {**learned, **{name: getattr(rope, name).contiguous() for name in ANGLES}}
-        self._tensors, self._names = list(learned.values()), ",".join(learned)
+            fitted = {**fitted, **{name: getattr(rope, name).contiguous() for name in ANGLES}}
+        self._tensors, self._names = list(fitted.values()), ",".join(fitted)
         self._interleaved = core.rotary is not None and core.rotary.interleaved
         self._text = str(self.scheme)
         self._settle()
@@ -197,7 +197,7 @@ class StaticLayer:
         self.held.copy_(torch.tensor(kept.held))
         self.counts.copy_(torch.tensor(core.packed_blocks))
         for name, x in _known(core):
-            self._learned[name].copy_(x)
+            self._fitted[name].copy_(x)
         refresh(self.pool)
 
     def take_back(self) -> None:
@@ -208,7 +208,7 @@ class StaticLayer:
         self.held.copy_(torch.tensor(self._core.held) + since)
 
     def reset(self) -> None:
-        """Forget all tokens, and what was learned of them; the buffers stay.
+        """Forget all tokens, and what was fitted of them; the buffers stay.
 
         Raises:
             ValueError: where keys are turned by positions that another text would not have.
@@ -224,7 +224,7 @@ class StaticLayer:
         core.rows, core.buffers = Rows(batch), Buffers(self.keys, self.values, [0] * batch, ((),) * batch)
         core.store.truncate([0] * batch)
         core.store.used = 0
-        (core.key_params, core.value_params), core.fitted, core.warned = core.learned, (False, False), set()
+        (core.key_params, core.value_params), core.is_final, core.warned = core.calibrated, (False, False), set()
         self.tokens = 0
         self.columns.zero_()
         self._settle()
@@ -253,8 +253,8 @@ def _roomy(cache: LayerCache, capacity: int) -> LayerCache:
     wide = table.new_zeros(table.shape[0], max(1, *most))
     wide[:, : table.shape[1]] = table
     store.pool, store.table = pool, wide
-    twin = LayerCache(cache.scheme, cache.window, cache.name, cache.rotary, cache.learned)
-    twin.key_params, twin.value_params, twin.fitted = cache.key_params, cache.value_params, cache.fitted
+    twin = LayerCache(cache.scheme, cache.window, cache.name, cache.rotary, cache.calibrated)
+    twin.key_params, twin.value_params, twin.is_final = cache.key_params, cache.value_params, cache.is_final
     twin.restore(cache.rows, cache.keys, cache.values, cache.held, cache.late, store)
     return twin
 
@@ -266,20 +266,20 @@ def _known(core: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{side}.{name}", x
 
 
-def _to_learn(core: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same, and before anything was packed also what will be learned then: tensors of its shape."""
+def _to_fit(core: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, and before anything was packed also what will be fitted then: tensors of its shape."""
     known = dict(_known(core))
     assert core.keys is not None and core.values is not None
-    for side, codec, x, learned in (
-        ("key", core.scheme.key, core.keys, core.learned[0]),
-        ("value", core.scheme.value, core.values, core.learned[1]),
+    for side, codec, x, fitted in (
+        ("key", core.scheme.key, core.keys, core.calibrated[0]),
+        ("value", core.scheme.value, core.values, core.calibrated[1]),
     ):
         batch, heads, _, channels = x.shape
         if side == "key" and core.scheme.centred:
             known.setdefault("key.mean", x.new_zeros(heads, channels, dtype=torch.float32))
-            if codec.rotates and not codec.learns:
+            if codec.rotates and not codec.is_fitted:
                 known.setdefault("key.balance", x.new_ones(heads, channels, dtype=torch.float32))
-        if codec.learns and not set(learned) - {"mean"}:
+        if codec.is_fitted and not set(fitted) - {"mean"}:
             for name, found in codec.fit(x.new_ones(batch, heads, core.scheme.block, channels)).items():
                 known.setdefault(f"{side}.{name}", found)
     yield from known.items()

@@ -52,15 +52,15 @@ class Layer:
             dropped and there are no sinks, neither first nor late ones.
         name: for error messages, such as ``layer 3``.
         rotary: how the keys are rotated, for schemes that take the rotary embedding off; None where they are not.
-        learned: params of keys and values from calibration, a key mean among them where the scheme is centred. What
+        calibrated: params of keys and values from calibration, a key mean among them where the scheme is centred. What
             is not among them is taken from the first tokens that are packed.
 
     Attributes:
         limits: how many tokens of a row are exact.
         rows: the columns seen so far.
         buffers, store: the exact tokens and the packed blocks; None while nothing was appended.
-        key_params, value_params: what has been learned of either side.
-        fitted: whether that is final.
+        key_params, value_params: what has been fitted of either side.
+        is_final: whether that is final, of either side.
         warned: of which sides a warning has been given.
         dropped: tokens that every row has left behind its window.
     """
@@ -71,25 +71,25 @@ class Layer:
         window: int | None = None,
         name: str = "layer",
         rotary: Rotary | None = None,
-        learned: tuple[Params, Params] = ({}, {}),
+        calibrated: tuple[Params, Params] = ({}, {}),
     ) -> None:
         if scheme.overrides:
             raise ValueError(f"{scheme} has overrides: give a layer its own scheme, Scheme.for_layer(index, count)")
         if window is not None and not scheme.packs:
             scheme = replace(scheme, residual=window)  # what is packed, here as it is, can be left behind
-        self.scheme, self.window, self.name, self.learned = scheme, window, name, learned
+        self.scheme, self.window, self.name, self.calibrated = scheme, window, name, calibrated
         self.rotary = rotary if scheme.pre_rope or scheme.centred else None
         self.sinks, self.late_sinks = (scheme.sinks, scheme.late_sinks) if window is None else (0, 0)
         self.limits = Limits(self.sinks, self.late_sinks, scheme.residual, scheme.block)
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, also the shape, the dtype and what static codecs learned."""
+        """Forget everything, also the shape, the dtype and what static codecs fitted."""
         self.rows = Rows()
         self.buffers: Buffers | None = None
         self.store: BlockStore | None = None
-        self.key_params, self.value_params = self.learned
-        self.fitted = (False, False)
+        self.key_params, self.value_params = self.calibrated
+        self.is_final = (False, False)
         self._transforms = Transforms(self.scheme, self.rotary, self.sinks)
         self.warned: set[str] = set()
         self.dropped = 0
@@ -179,8 +179,8 @@ class Layer:
             parts[part] += nbytes
         if order := self.store.record.memo.get(STORED_ORDER):
             parts["slack"] += order[1].nbytes
-        learned = [x for params in (self.key_params, self.value_params) for x in params.values()]
-        parts["scales"] += bytes_once(learned, seen)
+        fitted = [x for params in (self.key_params, self.value_params) for x in params.values()]
+        parts["scales"] += bytes_once(fitted, seen)
         return parts
 
     def _lost(self) -> list[int]:

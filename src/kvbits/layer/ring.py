@@ -1,7 +1,7 @@
 """``RingLayer``, exact tokens in buffers that never move: of a sliding window, or of a layer left exact.
 
-The counterpart of :class:`kvbits.layer.frozen.StaticLayer` where nothing is packed. Column ``c`` stands in slot ``c``
-modulo their number, so a window overwrites the oldest token, and nothing is moved.
+The counterpart of :class:`kvbits.layer.frozen.FrozenLayerCache` where nothing is packed. Column ``c`` stands in slot
+``c`` modulo their number, so a window overwrites the oldest token, and nothing is moved.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class RingLayer:
         return (weights @ self.values.to(compute)).to(query.dtype).flatten(1, 2)[:, :, None]
 
     def advance(self, columns: int | None = None) -> None:
-        """As :meth:`kvbits.layer.frozen.StaticLayer.advance`; nothing is packed."""
+        """As :meth:`kvbits.layer.frozen.FrozenLayerCache.advance`; nothing is packed."""
         self.count(int(self.columns) if columns is None else columns)
 
     def count(self, columns: int) -> None:
-        """As :meth:`kvbits.layer.frozen.StaticLayer.count`."""
+        """As :meth:`kvbits.layer.frozen.FrozenLayerCache.count`."""
         if columns > self.capacity:
             raise ValueError(f"the capacity of {self.capacity} tokens is full: make a larger one")
         self.tokens = columns
@@ -112,7 +112,7 @@ class RingLayer:
             )
 
     def take_back(self) -> None:
-        """As :meth:`kvbits.layer.frozen.StaticLayer.take_back`, where :meth:`refuse_take_back` does not."""
+        """As :meth:`kvbits.layer.frozen.FrozenLayerCache.take_back`, where :meth:`refuse_take_back` does not."""
         self.refuse_take_back()
         stepped = int(self.columns)
         self.tokens = min(self.tokens, stepped)

@@ -297,7 +297,7 @@ class _Run:
         self.report(str(cell), self.done, self.count)
 
     def _hint(self, model: PreTrainedModel, cell: Cell) -> str:
-        """What may be behind an error, for a model whose positions are learned and end."""
+        """What may be behind an error, for a model whose positions are fitted and end."""
         longest = _positions(model)
         if longest is None or cell.context + WARM_TURNS + self.bench.steps <= longest:
             return ""

@@ -112,16 +112,16 @@ def _random(heads: int, tokens: int, channels: int, device: torch.device) -> tor
 def _shape(core: LayerCache) -> Hashable:
     """What the bytes of a layer depend on."""
     assert core.keys is not None and core.values is not None
-    learned = tuple(tuple((name, tuple(x.shape)) for name, x in sorted(params.items())) for params in core.learned)
+    fitted = tuple(tuple((name, tuple(x.shape)) for name, x in sorted(params.items())) for params in core.calibrated)
     heads, key_channels, value_channels = core.keys.shape[1], core.keys.shape[3], core.values.shape[3]
-    return str(core.scheme), core.window, core.rotary is None, learned, heads, key_channels, value_channels
+    return str(core.scheme), core.window, core.rotary is None, fitted, heads, key_channels, value_channels
 
 
 def _filled(core: LayerCache, tokens: int) -> tuple[int, int]:
     """Bytes and elements of a layer like this one after a prompt."""
     assert core.keys is not None and core.values is not None
     keys, values = (_random(x.shape[1], tokens, x.shape[3], x.device) for x in (core.keys, core.values))
-    layer = LayerCache(core.scheme, core.window, core.name, core.rotary, core.learned)
+    layer = LayerCache(core.scheme, core.window, core.name, core.rotary, core.calibrated)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random values may lie outside the range that a calibration has seen
         layer.append(keys, values)

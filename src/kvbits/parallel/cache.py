@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvbits.files import Calibration
 from kvbits.files.fingerprint import digest, weights
-from kvbits.hf.attach import Kind, learned_by, make_cache, refuse_unless_served
+from kvbits.hf.attach import Kind, fitted_by, make_cache, refuse_unless_served
 from kvbits.hf.cache import KVCache
 from kvbits.hf.columns import Columns
 from kvbits.hf.handle import Pair
@@ -29,7 +29,7 @@ from kvbits.parallel.layer import SharedLayer
 from kvbits.parallel.ranks import TIMEOUT_SECONDS, Ranks
 from kvbits.schemes.catalogue import RECOMMENDED
 from kvbits.schemes.scheme import RESIDUAL_TOKENS, Scheme
-from kvbits.store.shards import RUN_BLOCKS, Turns
+from kvbits.store.shards import RUN_BLOCKS, Shards
 from kvbits.tensor_parallel import Heads
 from kvbits.transform.rotary import Rotary
 from kvbits.types import Params
@@ -70,11 +70,11 @@ def cache_for(
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
     ranks = Ranks.of(mesh, timeout_seconds)
-    turns = Turns(ranks.rank, ranks.world, run)
+    turns = Shards(ranks.rank, ranks.world, run)
     ranks.require_alike("the parts of the KV heads (number, of how many)", *Heads.of(model), device=model.device)
     columns = partial(SharedColumns, ranks, model.device)
     kind = Kind(SharedCache, columns, SharedPackedLayer, partial(_core, ranks, turns))
-    cache = cast(SharedCache, make_cache(model, scheme, False, learned_by(model, scheme, calibration), kind))
+    cache = cast(SharedCache, make_cache(model, scheme, False, fitted_by(model, scheme, calibration), kind))
     what = "the scheme, run=, and the model, its weights and what a calibration knows of it (by their digests)"
     ranks.require_same(what, f"{scheme}, {run}, {_model_in_words(model, cache)}", device=model.device)
     return cache
@@ -82,24 +82,24 @@ def cache_for(
 
 def _model_in_words(model: PreTrainedModel, cache: SharedCache) -> str:
     """The class and dtype of a model, and digests of its weights and of what its layers begin with."""
-    learned = [x for layer in cache.shared_layers for params in layer.learned for x in params.values()]
-    known = digest(torch.cat([x.to("cpu", torch.float32).flatten() for x in learned]))[:8] if learned else "none"
+    fitted = [x for layer in cache.shared_layers for params in layer.calibrated for x in params.values()]
+    known = digest(torch.cat([x.to("cpu", torch.float32).flatten() for x in fitted]))[:8] if fitted else "none"
     return f"{type(model).__name__} in {model.dtype}, {digest(weights(model))[:8]}, {known}"
 
 
 def _core(
     ranks: Ranks,
-    turns: Turns,
+    turns: Shards,
     scheme: Scheme,
     window: int | None,
     name: str,
     rotary: Rotary | None,
-    learned: tuple[Params, Params],
+    fitted: tuple[Params, Params],
 ) -> SharedLayer:
     assert window is None, "such layers are never packed here"
     if not scheme.packs:
         scheme = replace(scheme, residual=RESIDUAL_TOKENS)  # what is packed, here as it is, can be shared
-    return SharedLayer(scheme, name, rotary, learned, ranks, turns)
+    return SharedLayer(scheme, name, rotary, fitted, ranks, turns)
 
 
 def padded(mask: torch.Tensor | None) -> bool:

@@ -20,7 +20,7 @@ from kvbits.parallel.join import Sliced, Together
 from kvbits.parallel.ranks import Ranks
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.rows import Rows
-from kvbits.store.shards import Turns
+from kvbits.store.shards import Shards
 from kvbits.transform import Transform
 from kvbits.transform.rotary import Rotary
 from kvbits.types import Packed, Params
@@ -42,12 +42,12 @@ class SharedLayer(LayerCache):
         scheme: Scheme,
         name: str,
         rotary: Rotary | None,
-        learned: tuple[Params, Params],
+        fitted: tuple[Params, Params],
         ranks: Ranks,
-        turns: Turns,
+        turns: Shards,
     ) -> None:
         self.ranks, self.turns, self.sliced = ranks, turns, False
-        super().__init__(scheme, None, name, rotary, learned)
+        super().__init__(scheme, None, name, rotary, fitted)
         self._limits = self.limits
 
     def reset(self) -> None:
@@ -158,4 +158,4 @@ class SharedLayer(LayerCache):
         return twin
 
     def _empty(self) -> LayerCache:
-        return SharedLayer(self.scheme, self.name, self.rotary, self.learned, self.ranks, self.turns)
+        return SharedLayer(self.scheme, self.name, self.rotary, self.fitted, self.ranks, self.turns)

@@ -1,7 +1,7 @@
 """Bytes that a cache really takes, foretold: those of a live ``KVCache`` after the same calls, to the byte.
 
 Nothing is allocated. Records come from :class:`kvbits.store.record.Record`, room from :mod:`kvbits.store.room`, what a
-codec learns from ``Codec.fit`` itself: the cache allocates by the same. What is left to foretell is the order of
+codec fits from ``Codec.fit`` itself: the cache allocates by the same. What is left to foretell is the order of
 events, and that depends on the :class:`History`: a cache that grew step by step has room in hand that one prompt does
 not.
 
@@ -23,7 +23,7 @@ from kvbits.plan.shapes import Attention, Layer, Shape
 from kvbits.schemes.scheme import RESIDUAL_TOKENS, Scheme
 from kvbits.store.record import Record
 from kvbits.store.room import Limits, pool_blocks, table_columns
-from kvbits.store.shards import ALONE, Turns
+from kvbits.store.shards import ALONE, Shards
 from kvbits.types import ByteCount
 
 _TABLE_BYTES = torch.int64.itemsize
@@ -113,7 +113,7 @@ def of_layers(
     batch: int,
     calibrated: bool,
     source: int = 0,
-    turns: Turns = ALONE,
+    turns: Shards = ALONE,
 ) -> Real:
     """What some layers take, each stored as :func:`stores` says. ``calibrated``, ``turns``: as for :func:`packed`."""
     held = Real()
@@ -129,7 +129,7 @@ def of_layer(
     batch: int,
     calibrated: bool,
     source: int = 0,
-    turns: Turns = ALONE,
+    turns: Shards = ALONE,
 ) -> Real:
     """What one layer takes."""
     if own is None or layer.attention is None:
@@ -167,7 +167,7 @@ def record_of(scheme: Scheme, attention: Attention) -> Record:
 
 
 def packed(
-    scheme: Scheme, attention: Attention, history: History, batch: int, calibrated: bool, turns: Turns = ALONE
+    scheme: Scheme, attention: Attention, history: History, batch: int, calibrated: bool, turns: Shards = ALONE
 ) -> Real:
     """What one :class:`kvbits.layer.cache.LayerCache` takes, under a scheme without overrides.
 
@@ -189,7 +189,7 @@ def packed(
     count["sinks"] = batch * sinks * attention.token_bytes
     count["residual"] = batch * (state.held - sinks) * attention.token_bytes
     count["slack"] += batch * (state.room - state.held) * attention.token_bytes
-    count["scales"] += learned_bytes(scheme, attention, calibrated, state.packs)
+    count["scales"] += fitted_bytes(scheme, attention, calibrated, state.packs)
     held = state.held + turns.count(state.blocks) * scheme.block
     return Real(ByteCount(**count), batch * held * attention.channels)
 
@@ -206,7 +206,7 @@ class _State:
         packs: whether anything was ever packed.
     """
 
-    def __init__(self, scheme: Scheme, batch: int, window: int | None, turns: Turns) -> None:
+    def __init__(self, scheme: Scheme, batch: int, window: int | None, turns: Shards) -> None:
         sinks = (scheme.sinks, scheme.late_sinks) if window is None else (0, 0)
         self.limits = Limits(*sinks, scheme.residual, scheme.block)
         self.batch, self.window, self.turns = batch, window, turns
@@ -281,27 +281,27 @@ class _State:
         self.used = self.capacity = self.blocks * self.batch
 
 
-def learned_bytes(scheme: Scheme, attention: Attention, calibrated: bool, packs: bool) -> int:
-    """Bytes of what a layer has learned: codecs' parameters, the mean of centred keys, and what balances it.
+def fitted_bytes(scheme: Scheme, attention: Attention, calibrated: bool, packs: bool) -> int:
+    """Bytes of what a layer has fitted: codecs' parameters, the mean of centred keys, and what balances it.
 
     Args:
-        packs: whether it has packed anything yet, and so learned from it.
+        packs: whether it has packed anything yet, and so fitted from it.
     """
     heads, key, value = attention.heads, scheme.key, scheme.value
     known = 0
     for codec, channels in ((key, attention.key_channels), (value, attention.value_channels)):
-        if (calibrated and codec.needs_calibration) or (packs and codec.learns):
+        if (calibrated and codec.needs_calibration) or (packs and codec.is_fitted):
             shared, each = params_bytes(codec)
             known += shared + each * heads * channels
     vectors = int(scheme.centred and (calibrated or packs))
-    vectors += int(scheme.centred and packs and key.rotates and not key.learns)
+    vectors += int(scheme.centred and packs and key.rotates and not key.is_fitted)
     return known + vectors * heads * attention.key_channels * _FLOAT_BYTES
 
 
 @functools.cache
 def params_bytes(codec: Codec) -> tuple[int, int]:
-    """Bytes of what a codec learns of one side of a layer: for all of it, and for each channel of each head."""
-    if not (codec.learns or codec.needs_calibration):
+    """Bytes of what a codec is told of one side of a layer: for all of it, and for each channel of each head."""
+    if not (codec.is_fitted or codec.needs_calibration):
         return 0, 0
     channels = 16
     samples = torch.randn(1, 2, 128, channels, generator=torch.Generator().manual_seed(0))

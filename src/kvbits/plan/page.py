@@ -1,6 +1,6 @@
 """The plan as a page with sliders: one HTML file that asks for nothing else, to open from a disk or to serve.
 
-All its constants are data from here: the bytes of a record, what a codec learns, the terms of the papers' accounting,
+All its constants are data from here: the bytes of a record, what a codec fits, the terms of the papers' accounting,
 shapes of models. ``arithmetic.js`` has the closed form of :mod:`kvbits.plan.memory` for a prompt in one piece on one
 device, and a test compares the two in a browser.
 """
@@ -197,7 +197,7 @@ def form(
 
 @cache
 def record(own: Scheme, key: int, value: int, itemsize: int, calibrated: bool) -> list[int] | None:
-    """Bytes of a record, and of what a layer has learned before and after it packs: shared by its heads, and of each.
+    """Bytes of a record, and of what a layer has fitted before and after it packs: shared by its heads, and of each.
 
     None where the scheme does not fit such a head.
     """
@@ -208,6 +208,6 @@ def record(own: Scheme, key: int, value: int, itemsize: int, calibrated: bool) -
         return None
     found = [nbytes]
     for packs in (False, True):
-        least, more = (memory.learned_bytes(own, kind, calibrated, packs) for kind in (one, two))
+        least, more = (memory.fitted_bytes(own, kind, calibrated, packs) for kind in (one, two))
         found += [2 * least - more, more - least]
     return found

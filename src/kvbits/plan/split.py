@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvbits.plan.shapes import Layer, Shape, Weights, Widths
-from kvbits.store.shards import ALONE, RUN_BLOCKS, Turns
+from kvbits.store.shards import ALONE, RUN_BLOCKS, Shards
 
 SPLITS = ("pipeline", "tensor", "context")
 MOST_DEVICES = 4096
@@ -34,7 +34,7 @@ class Share:
 
     shape: Shape
     first: int = 0
-    turns: Turns = ALONE
+    turns: Shards = ALONE
 
     def tokens(self, tokens: int) -> int:
         """Of so many of a prompt, those that it computes."""
@@ -122,4 +122,4 @@ def _context(shape: Shape, devices: int) -> list[Share]:
     if shape.encodes:
         raise ValueError(f"{shape.name} has an encoder, and kvbits.parallel shares the context of decoders only; "
                          "split it by pipeline or tensor")  # fmt: skip
-    return [Share(shape, turns=Turns(rank, devices, RUN_BLOCKS)) for rank in range(devices)]
+    return [Share(shape, turns=Shards(rank, devices, RUN_BLOCKS)) for rank in range(devices)]

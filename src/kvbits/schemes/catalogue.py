@@ -112,7 +112,7 @@ CATALOGUE: tuple[Entry, ...] = (
     _same(LloydMax(4), _DIRECTIONS, _TURBO, "take lm4,centred, as default does"),
     _same(LloydMax(3), _DIRECTIONS, _TURBO, "take lm3,centred"),
     _same(LloydMax(2), _DIRECTIONS, _TURBO, "take lm2,centred, as small does"),
-    _kivi(4, "learns nothing, rotates nothing; keys with outlier channels"),
+    _kivi(4, "nothing fitted, nothing rotated; keys with outlier channels"),
     _kivi(2, "as kivi4, in 3 bits; small takes less"),
 )
 

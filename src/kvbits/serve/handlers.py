@@ -91,7 +91,7 @@ class _Pieces(asyncio.Queue[Any]):
 
 
 class _Writer(DirectStreamer):
-    """Turns tokens into pieces of text, up to a stop sequence."""
+    """Shards tokens into pieces of text, up to a stop sequence."""
 
     def __init__(self, tokenizer: Any, loop: Any, queue: _Pieces, parser: Any, stops: Stops) -> None:
         super().__init__(tokenizer, loop, queue, response_parser=parser)

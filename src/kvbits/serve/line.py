@@ -25,7 +25,7 @@ class Turn(Protocol):
 
 
 class Line:
-    """Turns that wait, and the thread that takes them one at a time.
+    """Shards that wait, and the thread that takes them one at a time.
 
     Args:
         limit: turns that may wait, beside the one that runs.
@@ -42,7 +42,7 @@ class Line:
         self._thread.start()
 
     def __len__(self) -> int:
-        """Turns that wait."""
+        """Shards that wait."""
         return len(self._waiting)
 
     def refuse_if_full(self) -> None:

@@ -23,7 +23,7 @@ _ID_BYTES = 4
 class Sizes:
     """Upper bounds of ``cache.nbytes``, whatever the text, and however it came in.
 
-    One token is read to learn the shapes: the model runs once.
+    One token is read to find the shapes: the model runs once.
 
     Args:
         model: whose caches they are.
@@ -67,8 +67,8 @@ class _Packed:
         self.block_bytes = core.store.heads * core.store.record.nbytes
         self.token_bytes = sum(x.shape[1] * x.shape[3] * x.itemsize for x in (core.keys, core.values))
         channels = core.keys.shape[1] * (core.keys.shape[3] + core.values.shape[3])
-        learned = sum(x.nbytes for params in core.learned for x in params.values())
-        self.params_bytes = learned + (channels * _PARAMS_BYTES if core.scheme.packs else 0)
+        fitted = sum(x.nbytes for params in core.calibrated for x in params.values())
+        self.params_bytes = fitted + (channels * _PARAMS_BYTES if core.scheme.packs else 0)
 
     def at(self, tokens: int) -> int:
         scheme, room = self.scheme, tokens + tokens // 8 + 8

@@ -274,7 +274,7 @@ def identity_of(cache: KVCache) -> str:
         if isinstance(layer, PackedLayer):
             core = layer.core
             told += [str(core.scheme), core.window]
-            told += [[name, fingerprint.digest(x)] for params in core.learned for name, x in sorted(params.items())]
+            told += [[name, fingerprint.digest(x)] for params in core.calibrated for name, x in sorted(params.items())]
         layers.append(told)
     model = fingerprint.of_model(cache.model)
     text = json.dumps([model, fingerprint.adapters(cache.model), layers], sort_keys=True)

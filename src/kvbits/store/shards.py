@@ -16,7 +16,7 @@ _Number = TypeVar("_Number", int, torch.Tensor)
 
 
 @dataclass(frozen=True)
-class Turns:
+class Shards:
     """The blocks of one rank.
 
     Block ``n`` of every row belongs to rank ``n // run % world``, so ranks never hold more than one run more than
@@ -59,5 +59,5 @@ class Turns:
         return (own // self.run * self.world + self.rank) * self.run + own % self.run
 
 
-ALONE = Turns(0, 1, 1)
+ALONE = Shards(0, 1, 1)
 """One rank that holds all blocks."""

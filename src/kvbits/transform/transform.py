@@ -15,7 +15,7 @@ import torch
 from kvbits.numerics import rope
 from kvbits.transform.rotate import rotate
 
-NO_TURN, TURNED_KEYS, TURNED_MEAN = range(3)
+NO_ROPE, UNROPED_KEYS, UNROPED_MEAN = range(3)
 """What of packed keys was turned back before they were encoded, as kernels are told."""
 
 

@@ -57,7 +57,7 @@ def _why_not(codec: Codec) -> list[str]:
     return _found(
         {
             "has scales that tokens share": codec.format.per == "channel",
-            "learns from the first tokens or from a calibration, and requests share pages": codec.learns,
+            "is fitted to the first tokens or to a calibration, and requests share pages": codec.is_fitted,
             "has outliers, which are chosen among the tokens of a block": codec.format.outliers,
         }
     )

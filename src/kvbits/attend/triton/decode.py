@@ -33,7 +33,7 @@ from kvbits.backends import why_no_triton, why_triton_is_off
 from kvbits.codecs import Codec
 from kvbits.numerics.groups import power_of_two
 from kvbits.store.record import Record
-from kvbits.transform import NO_TURN, TURNED_KEYS, TURNED_MEAN, Rope, Transform
+from kvbits.transform import NO_ROPE, UNROPED_KEYS, UNROPED_MEAN, Rope, Transform
 from kvbits.types import Format, Params
 
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -118,14 +118,14 @@ def turn_of(transform: Transform, form: Format, channels: int) -> Turn:
     half = 0 if rope is None else rope.base_cos.shape[-1]
     interleaved = rope is not None and rope.interleaved
     if rope is not None and transform.whole:
-        return Turn.of(TURNED_KEYS, mean or static_zero(form), half, interleaved, channels)
-    return Turn.of(TURNED_MEAN, mean, half, interleaved, channels) if mean else Turn()
+        return Turn.of(UNROPED_KEYS, mean or static_zero(form), half, interleaved, channels)
+    return Turn.of(UNROPED_MEAN, mean, half, interleaved, channels) if mean else Turn()
 
 
 def _angles(view: KVView, turn: Turn, parts: int, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cosines and sines of the blocks ``[B or 1, N, half]``, and within a block, as the kernel reads them."""
     rope = view.key_transform.rope
-    if rope is None or turn.what == NO_TURN:
+    if rope is None or turn.what == NO_ROPE:
         return unused, unused, unused, unused
     bases = (x if x.stride()[1:] == (turn.half, 1) else x.contiguous() for x in (rope.base_cos, rope.base_sin))
     return (*bases, *_step_tables(view, rope, turn, parts))
@@ -144,7 +144,7 @@ def _step_tables(view: KVView, rope: Rope, turn: Turn, parts: int) -> tuple[torc
         tables = []
         for x, still in ((rope.step_cos, 1.0), (rope.step_sin, 0.0)):
             table = split_in_parts(pad(x, padding), parts).flatten()
-            if turn.what == TURNED_KEYS:
+            if turn.what == UNROPED_KEYS:
                 keys = split_in_parts(_by_channel(x, turn, channels, still), parts).flatten()
                 table = torch.cat([keys, table])
             tables.append(table)
@@ -163,9 +163,9 @@ def _by_channel(x: torch.Tensor, turn: Turn, channels: int, still: float) -> tor
 def _mean(view: KVView, turn: Turn) -> torch.Tensor | None:
     """What is added to all packed keys, float32 ``[H, D]``; in turned ones zeros of the layer are a part of it."""
     mean, params = view.key_transform.mean, view.key_params
-    if turn.what != TURNED_KEYS or not static_zero(view.scheme.key.format):
+    if turn.what != UNROPED_KEYS or not static_zero(view.scheme.key.format):
         return None if mean is None else mean.float().contiguous()
-    # Not kept: a frozen cache fills in what it learns later.
+    # Not kept: a frozen cache fills in what it fits later.
     zeros = -params["scale"].float() * params["zero"].float()
     return (zeros if mean is None else zeros + mean).contiguous()
 
@@ -252,7 +252,7 @@ def _cut(blocks: int, exact: int, tiles: int, wanted: int, shape: Shape) -> tupl
 
 @functools.lru_cache(maxsize=64)
 def _constant_table(codec: Codec, device: torch.device, parts: int) -> torch.Tensor:
-    """The table of a codec that learns none."""
+    """The table of a codec whose table is fixed."""
     return _table_of(codec, {}, device, parts)
 
 
@@ -283,7 +283,7 @@ def _params(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Static scale and zero, and the table ``[parts, 32]``, of one side."""
     scale, zero, table = params.get("scale", unused), params.get("zero", unused), unused
-    if codec.format.levels == "table" and not codec.learns:
+    if codec.format.levels == "table" and not codec.is_fitted:
         table = _constant_table(codec, unused.device, parts)
     elif codec.format.levels == "table":
         memo, name = record.memo, f"{_TABLE} of {side} in {parts}"
@@ -299,10 +299,10 @@ _TABLE = "triton table"
 
 def refresh(record: Record, codecs: tuple[Codec, Codec], params: tuple[Params, Params]) -> None:
     """Fill anew, in place, the tables that were derived of params whose tensors have been filled since."""
-    for side, codec, learned in zip(("keys", "values"), codecs, params, strict=True):
+    for side, codec, fitted in zip(("keys", "values"), codecs, params, strict=True):
         for name, held in record.memo.items():
-            if name.startswith(f"{_TABLE} of {side} ") and held[0] is learned:
-                held[1].copy_(_table_of(codec, learned, held[1].device, held[1].shape[0]))
+            if name.startswith(f"{_TABLE} of {side} ") and held[0] is fitted:
+                held[1].copy_(_table_of(codec, fitted, held[1].device, held[1].shape[0]))
 
 
 def _merge(

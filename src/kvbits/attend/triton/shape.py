@@ -13,7 +13,7 @@ from kvbits.backends import LEVELS
 from kvbits.numerics import groups
 from kvbits.numerics.groups import power_of_two
 from kvbits.store.record import Record, Slot
-from kvbits.transform import NO_TURN, TURNED_KEYS, TURNED_MEAN
+from kvbits.transform import NO_ROPE, UNROPED_KEYS, UNROPED_MEAN
 from kvbits.types import Format
 
 MOST_CHANNELS = 512
@@ -181,14 +181,14 @@ class Turn:
     """What is done to keys by position, or to what is added to them.
 
     Attributes:
-        what: NO_TURN, TURNED_KEYS (stored before the rotary embedding) or TURNED_MEAN (their mean alone was).
-        mean: whether there is one; zeros of the layer's channels count as one of TURNED_KEYS.
+        what: NO_ROPE, UNROPED_KEYS (stored before the rotary embedding) or UNROPED_MEAN (their mean alone was).
+        mean: whether there is one; zeros of the layer's channels count as one of UNROPED_KEYS.
         half, padded: rotary pairs, and the power of two from 16 that holds them. A mean does not turn where none is.
         interleaved: which channels make a pair.
         halves: of keys, whether the first and the second of all pairs are the two halves of a head, tiles each.
     """
 
-    what: int = NO_TURN
+    what: int = NO_ROPE
     mean: bool = False
     half: int = 0
     padded: int = 16
@@ -209,7 +209,7 @@ class Turn:
     def of(what: int, mean: bool, half: int, interleaved: bool, channels: int) -> Turn:
         """Of ``half`` pairs of keys of ``channels``."""
         padded = max(16, power_of_two(half))
-        halves = what == TURNED_KEYS and not interleaved and half >= 32 and 2 * half == 2 * padded == channels
+        halves = what == UNROPED_KEYS and not interleaved and half >= 32 and 2 * half == 2 * padded == channels
         return Turn(what, mean, half, padded, interleaved, halves)
 
 
@@ -233,17 +233,17 @@ def shape_for(
     rows: int,
     parts: int,
     tuning: Tuning,
-    turn: int = NO_TURN,
+    turn: int = NO_ROPE,
 ) -> Shape:
     """Choose tiles for ``rows`` query rows of a KV head."""
     slices = max(_slots(key.bits), _slots(value.bits))
     length = record.tokens // slices
-    if turn == TURNED_MEAN:
+    if turn == UNROPED_MEAN:
         tuning = replace(tuning, registers=None)
     blocks = max(1, tuning.rows // length)
     # float32 is too fine for sums of codes with an offset; static zeros meet the weights once, at the end.
     static = value.per == "channel" and not value.group
-    exact = parts == 3 or turn == TURNED_KEYS
+    exact = parts == 3 or turn == UNROPED_KEYS
     sides = (
         Side.of(key, record.keys, key_channels, length, blocks, slices // _slots(key.bits), exact),
         Side.of(
@@ -251,15 +251,15 @@ def shape_for(
         ),
     )
     widest = max(side.columns for side in sides)
-    if turn != NO_TURN:  # queries are turned to each block by itself
-        widest = max(widest, blocks * (sides[0].columns if sides[0].per == TOKEN and turn == TURNED_KEYS else 1))
+    if turn != NO_ROPE:  # queries are turned to each block by itself
+        widest = max(widest, blocks * (sides[0].columns if sides[0].per == TOKEN and turn == UNROPED_KEYS else 1))
     queries = min(max(8, power_of_two(rows)), MOST_ROWS)
     while queries > 8 and queries * widest > MOST_COLUMNS:
         queries //= 2
     if queries * widest * max(key_channels, value_channels) > _USUAL_SUMS:
         # Sums that fill the registers of twice the warps; without a second tile in shared memory, which is full too.
         tuning = replace(tuning, warps=2 * tuning.warps, registers=None, stages=1)
-    elif turn == TURNED_KEYS or key.outliers or value.outliers:
+    elif turn == UNROPED_KEYS or key.outliers or value.outliers:
         tuning = replace(tuning, registers=None, stages=1)  # what these read element by element has no tile
     return Shape(*sides, Tile(record.tokens, record.nbytes // 2, slices, blocks, queries, parts), tuning)
 

@@ -19,7 +19,7 @@ from kvbits.codecs import (
 )
 from kvbits.numerics import groups, hadamard, outliers
 from kvbits.numerics.groups import power_of_two
-from kvbits.transform import NO_TURN, TURNED_KEYS, TURNED_MEAN, Transform
+from kvbits.transform import NO_ROPE, UNROPED_KEYS, UNROPED_MEAN, Transform
 
 RANGE, HALF_QUADRATIC, NORM, FIXED = range(4)
 """How scales are chosen."""
@@ -144,7 +144,7 @@ class Before:
         rotated: channels that a rotation mixes with one another; 0 is no rotation.
     """
 
-    turned: int = NO_TURN
+    turned: int = NO_ROPE
     half: int = 0
     interleaved: bool = False
     mean: bool = False
@@ -158,7 +158,7 @@ class Before:
         # Nothing is turned: there is no mean that would be, or there are no pairs.
         if rope is not None and (not (transform.whole or mean) or not rope.base_cos.shape[-1]):
             rope = None
-        turned = NO_TURN if rope is None else TURNED_KEYS if transform.whole else TURNED_MEAN
+        turned = NO_ROPE if rope is None else UNROPED_KEYS if transform.whole else UNROPED_MEAN
         rotated = 0 if transform.rotation is None else hadamard.block_of(transform.rotation.shape[0])
         return Before(
             turned,

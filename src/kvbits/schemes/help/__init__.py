@@ -60,7 +60,7 @@ def of_scheme(scheme: Scheme) -> tuple[list[str], list[str]]:
         "outliers": any(getattr(codec, "outliers", 0) for codec in scheme.codecs),
         "qnorm": any(getattr(codec, "qnorm", False) for codec in scheme.codecs),
         "sinks": (scheme.sinks, scheme.late_sinks) != (SINK_TOKENS, 0),
-        "calibration": scheme.needs_calibration or any(codec.learns for codec in scheme.codecs),
+        "calibration": scheme.needs_calibration or any(codec.is_fitted for codec in scheme.codecs),
     }
     return methods, [page for page in MODIFIERS if used[page]]
 

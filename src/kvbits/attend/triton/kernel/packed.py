@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvbits.attend.triton.kernel.keys import load_queries, score_factor, scores_of, with_outliers
 from kvbits.attend.triton.kernel.records import TOKEN, record_at
-from kvbits.attend.triton.kernel.rotary import TURNED_KEYS, mean_scores, mean_shares, turn_shares
+from kvbits.attend.triton.kernel.rotary import UNROPED_KEYS, mean_scores, mean_shares, turn_shares
 from kvbits.attend.triton.kernel.softmax import base2, hide_unseen
 from kvbits.attend.triton.kernel.turned import load_pieces, turn_pieces, turned_scores
 from kvbits.attend.triton.kernel.values import add_outliers, add_values, finish
@@ -31,7 +31,7 @@ def packed_split(
     tile_row = tl.arange(0, TILE.rows)
     bi, rr = tile_row // TILE.slice, tile_row % TILE.slice
     slices: tl.constexpr = TILE.slices
-    turned_keys: tl.constexpr = TURN.what == TURNED_KEYS
+    turned_keys: tl.constexpr = TURN.what == UNROPED_KEYS
     turns: tl.constexpr = TURN.mean and TURN.half > 0
     apart: tl.constexpr = KEY.outliers > 0 or turns  # whether other terms join scores that are scaled already
     if turned_keys:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvbits.attend.triton.kernel.numbers import bf16_part, dot
 
-TURNED_KEYS = tl.constexpr(1)
+UNROPED_KEYS = tl.constexpr(1)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def mean_scores(angles, turned, KEY: tl.constexpr, TURN: tl.constexpr, TILE: tl.
     parts: tl.constexpr = TILE.parts
     token, pair = tl.arange(0, TILE.tokens), tl.arange(0, TURN.padded)
     where = token[:, None] * TURN.padded + pair[None, :]
-    if TURN.what == TURNED_KEYS:
+    if TURN.what == UNROPED_KEYS:
         where += parts * TILE.tokens * KEY.padded
     s = tl.full([TILE.tokens, TILE.blocks * TILE.queries], 0.0, tl.float32)
     for of_step in tl.static_range(parts - 1, -1, -1):

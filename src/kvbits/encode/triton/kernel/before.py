@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvbits.encode.triton.kernel.numbers import element, over
 
-TURNED_KEYS, TURNED_MEAN = tl.constexpr(1), tl.constexpr(2)
+UNROPED_KEYS, UNROPED_MEAN = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -29,14 +29,14 @@ def prepare(value, start, s_t, place, home, params, angles, SHAPE: tl.constexpr,
         pair, other, first, live = pairs(channel, BEFORE)
         live = live & real
         cos, sin = turns(token, pair, live, block, angles, BEFORE)
-    if BEFORE.turned == TURNED_KEYS:
+    if BEFORE.turned == UNROPED_KEYS:
         square = cos * cos + sin * sin
         near = element(tl.load(start + token.to(tl.int64) * s_t + other, mask=live, other=0))
         back = turn(value, near, over(cos, square), over(-sin, square), first)
         value = tl.where(live, back, value)
     if BEFORE.mean:
         middle = tl.load(mean + own, mask=real, other=0)
-        if BEFORE.turned == TURNED_MEAN:
+        if BEFORE.turned == UNROPED_MEAN:
             near = tl.load(mean + head * SHAPE.channels + other, mask=live, other=0)
             middle = tl.where(live, turn(middle, near, cos, sin, first), middle)
         value = value - middle
