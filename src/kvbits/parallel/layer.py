@@ -158,4 +158,4 @@ class SharedLayer(LayerCache):
         return twin
 
     def _empty(self) -> LayerCache:
-        return SharedLayer(self.scheme, self.name, self.rotary, self.fitted, self.ranks, self.turns)
+        return SharedLayer(self.scheme, self.name, self.rotary, self.calibrated, self.ranks, self.turns)
