@@ -1,7 +1,8 @@
 """``Heads``, which of a model's KV heads this process has, where tensor parallel spreads them.
 
-Transformers (``tp_plan="auto"``) keeps the whole configuration in every process and cuts the matrices, as DTensors. So
-what a rank has is read off the matrix that makes its keys; the number of heads in a config is that of all ranks.
+Transformers (``tp_plan="auto"``) keeps the whole configuration in every process and splits the matrices, as DTensors.
+So the heads of a rank are read off the matrix that makes its keys; the number of heads in a config is that of all
+ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Heads(NamedTuple):
             if name.rpartition(".")[0].rpartition(".")[2] in _KEYS and is_spread(parameter):
                 mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
                 for dimension, placement in enumerate(parameter.placements):
-                    spread = "tp" not in names or names[dimension] == "tp"  # FSDP may cut along other dimensions
+                    spread = "tp" not in names or names[dimension] == "tp"  # FSDP may split along other dimensions
                     if spread and getattr(placement, "dim", None) == 0:
                         return Heads(mesh.get_local_rank(dimension), mesh.size(dimension))
         return Heads()
@@ -59,15 +60,17 @@ def is_spread(x: torch.Tensor) -> bool:
 
 
 def elements(x: Any, index: torch.Tensor) -> torch.Tensor:
-    """Elements ``index`` (int64) of a flattened tensor; NaN where another rank has them."""
+    """Elements ``index`` (int64) of a flattened tensor, or DTensor; NaN where another rank has them."""
+    found: torch.Tensor
     if not is_spread(x):
         flat = x.flatten() if x.is_contiguous() else x.reshape(-1)
-        return flat[index.to(flat.device)]
+        found = flat[index.to(flat.device)]
+        return found
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    local = x.to_local()
+    local: torch.Tensor = x.to_local()
     if any(type(placement).__name__ not in ("Shard", "Replicate") for placement in x.placements):
-        return local.new_full((len(index),), torch.nan)  # cut in some other way: which elements are here is not known
+        return local.new_full((len(index),), torch.nan)  # split in some other way: which elements are here is not known
     shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     place = torch.stack(torch.unravel_index(index, x.shape), -1) - torch.tensor(offset)
     size = torch.tensor(shape)
@@ -75,4 +78,5 @@ def elements(x: Any, index: torch.Tensor) -> torch.Tensor:
     place = place.clamp(min=0).minimum((size - 1).clamp(min=0)).to(local.device)
     if not local.numel():
         return local.new_full((len(index),), torch.nan)
-    return local[tuple(place.unbind(-1))].masked_fill(~here.to(local.device), torch.nan)
+    found = local[tuple(place.unbind(-1))].masked_fill(~here.to(local.device), torch.nan)
+    return found

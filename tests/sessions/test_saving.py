@@ -360,6 +360,25 @@ def test_loaded_caches_are_saved_and_loaded_again(tmp_path: Path) -> None:
     assert_goes_on("llama", again, tmp_path / "z")
 
 
+RELEASE_0_1 = sorted((Path(__file__).parent / "release_0_1").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("path", RELEASE_0_1, ids=lambda path: path.stem)
+def test_files_of_an_earlier_release_load(path: Path, tmp_path: Path) -> None:
+    """And are written again as they were: centred keys, late sinks, static scales, windows of the model's own type."""
+    saved = kvbits.Saved(path)
+    model = model_of(path.stem.partition("-")[0])
+    before, after = Sealed(path), Sealed(kvbits.save(saved.cache(model), tmp_path / "x"))
+    assert before.names == after.names and before.about["layers"] == after.about["layers"]
+    assert all(torch.equal(before.tensor(name), after.tensor(name)) for name in before.names)
+    cache = kvbits.cache_for(model, saved.scheme)
+    call(model, cache, saved.tokens)
+    for old, new in zip(saved.cache(model).packed_layers, cache.packed_layers, strict=True):
+        for one, other in zip(old.core.view().dense(), new.core.view().dense(), strict=True):
+            same = torch.isclose(one, other, rtol=1e-3, atol=1e-3)  # elements between two codes: products are rounded
+            assert float(same.float().mean()) > 0.99
+
+
 def test_the_file_stays_as_it_is_while_its_cache_goes_on(tmp_path: Path) -> None:
     model = model_of("llama")
     cache = kvbits.cache_for(model, INT8)

@@ -1,10 +1,10 @@
 """Calibrate: fit static scales, outlier thresholds, tables and key means of one model to a text.
 
-Two stages. *Collecting* runs one sample at a time forwards and backwards (:mod:`kvbits.hf.collect`) and writes what
-its layers held to a file of its own, so that an interrupted run goes on at the sample where it stopped. *Fitting* takes
-one layer at a time from those files, in every form (before or after the rotary embedding, centred, rotated) in which a
-scheme encodes it, and asks each codec to :meth:`~kvbits.codecs.Codec.fit` (KVQuant, arXiv 2401.18079, section 3 and
-appendix E). Neither stage holds more than one sample, or one layer of all samples.
+Two stages. *Collecting* runs one sample at a time forwards and backwards (:mod:`kvbits.hf.collect`) and writes the
+keys, values and gradients of its layers to a file of its own, so that an interrupted run goes on at the sample where it
+stopped. *Fitting* takes one layer at a time from those files, in every form (before or after the rotary embedding,
+centred, rotated) in which a scheme encodes it, and asks each codec to :meth:`~kvbits.codecs.Codec.fit` (KVQuant, arXiv
+2401.18079, section 3 and appendix E). Neither stage holds more than one sample, or one layer of all samples.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class _Job:
                 self.report("collecting", sum(self.done()), len(self.ids))
 
     def sample(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """States and gradients of one sample, and the frequencies that its keys were turned by."""
+        """States and gradients of one sample, and the frequencies of the rotary embedding of its keys."""
         from kvbits.hf.collect import collect
 
         tensors = collect(self.model, ids, self.checkpointing)

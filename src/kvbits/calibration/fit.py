@@ -97,10 +97,10 @@ class Samples:
             frequencies = load_tensors(files[0], (f"{name}.frequencies",))[f"{name}.frequencies"]
             self.rotary = Rotary(frequencies, interleaved)
             self.cos, self.sin = self.rotary.cos_sin(torch.arange(sinks, sinks + self.x.shape[2], device=device))
-            self.x, self.gradient = (self._turned(x, rope.unrotate) for x in (self.x, self.gradient))
+            self.x, self.gradient = (self._roped(x, rope.unrotate) for x in (self.x, self.gradient))
         self.mean = self.x.mean((0, 2), dtype=torch.float64).float()
 
-    def _turned(self, x: torch.Tensor, how: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def _roped(self, x: torch.Tensor, how: Callable[..., torch.Tensor]) -> torch.Tensor:
         return how(x, self.cos, self.sin, self.rotary.interleaved) if self.rotary is not None else x
 
     def form(self, pre_rope: bool, centred: bool, rotates: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,10 +108,10 @@ class Samples:
         x = self.x - self.mean[:, None] if centred else self.x
         gradient = self.gradient
         if not pre_rope:
-            x, gradient = self._turned(x, rope.rotate), self._turned(gradient, rope.rotate)
+            x, gradient = self._roped(x, rope.rotate), self._roped(gradient, rope.rotate)
         if rotates:
-            turn = hadamard.rotation(x.shape[-1]).to(x.device)
-            x, gradient = x @ turn, gradient @ turn
+            rotation = hadamard.rotation(x.shape[-1]).to(x.device)
+            x, gradient = x @ rotation, gradient @ rotation
         return x, gradient.square()
 
 
@@ -123,6 +123,6 @@ def _blocks(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     block = next(size for size in (BLOCK_TOKENS, 64, SHORTEST) if size <= tokens)
     if block % codec.block_multiple:
         raise ValueError(f"{codec} needs samples of {codec.block_multiple} tokens beside the sinks, not {tokens}")
-    cut = x[:, :, : tokens // block * block].unflatten(2, (-1, block))
-    blocks: torch.Tensor = cut.transpose(1, 2).flatten(0, 1)
+    whole = x[:, :, : tokens // block * block].unflatten(2, (-1, block))
+    blocks: torch.Tensor = whole.transpose(1, 2).flatten(0, 1)
     return blocks

@@ -19,7 +19,7 @@ _BYTES_TO_FIT = 128
 _BACKWARD = 1.5
 """Memory that a forward and its backward reach, over what is kept between them (SmolLM2, 512 tokens: 1.45)."""
 
-_SPARE = 0.8
+_MEMORY_SHARE = 0.8
 """Share of the available memory that a run may take before it is checkpointed."""
 
 
@@ -86,7 +86,7 @@ def foresee(model: PreTrainedModel, ids: torch.Tensor, done: int, checkpointing:
     if checkpointing == "on" and not layers:
         raise ValueError(f"{type(model).__name__} has no layers that could be checkpointed; give checkpointing='off'")
     again = checkpointing == "on" or (
-        checkpointing == "auto" and available is not None and plain > _SPARE * available and twice < plain
+        checkpointing == "auto" and available is not None and plain > _MEMORY_SHARE * available and twice < plain
     )
     largest = max((x.numel() for x in states.values()), default=0) // long
     fitting = largest * (tokens - sinks) * samples * _BYTES_TO_FIT

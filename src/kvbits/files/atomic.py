@@ -36,13 +36,13 @@ def alone(folder: Path, wait: bool = False) -> Iterator[Path]:
     if sys.platform == "win32":
         yield folder
         return
-    held = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        if not _lock(held, wait):
+        if not _lock(descriptor, wait):
             raise ValueError(f"another run is at work in {folder}: wait for its end, or give another folder")
         yield folder
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -62,18 +62,18 @@ def replacing(path: Path) -> Iterator[Path]:
     sweep(path.parent, f".{glob.escape(path.name)}.*.part")
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
-        held = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+        descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
     except OSError as error:  # nobody knows the name of the part
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         try:
-            _lock(held, wait=True)
+            _lock(descriptor, wait=True)
             mode = (path if path.exists() else beside).stat().st_mode & 0o777
             yield beside
             beside.chmod(mode)  # safetensors makes files that only their owner can read
             _sync(beside)
         finally:
-            os.close(held)
+            os.close(descriptor)
         os.replace(beside, path)
         if os.name == "posix":
             _sync(path.parent)  # so that the new name outlasts a power cut, too
@@ -86,12 +86,12 @@ def sweep(folder: Path, parts: str, stale_seconds: float = _STALE_SECONDS) -> No
     for name in folder.glob(parts):
         with contextlib.suppress(OSError):
             if time.time() - name.stat().st_mtime > stale_seconds:
-                held = os.open(name, os.O_RDONLY)
+                descriptor = os.open(name, os.O_RDONLY)
                 try:
-                    if _lock(held, wait=False):
+                    if _lock(descriptor, wait=False):
                         name.unlink()
                 finally:
-                    os.close(held)
+                    os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

@@ -64,7 +64,7 @@ def restore(
     rows: Rows,
     device: torch.device,
 ) -> None:
-    """Fill an empty layer with what :func:`state_of` told of one of the same scheme.
+    """Fill an empty layer with the state that :func:`state_of` gave of one of the same scheme.
 
     The pool is used where it lies, if that is on ``device``; everything else is copied.
 

@@ -1,6 +1,6 @@
 """Attributes of an object as JSON data and tensors, and back: for cache layers of the model's own types.
 
-What they hold is theirs and differs from release to release, so nothing is known here but what it is made of: numbers,
+Their content is theirs and differs from release to release, so nothing is known here but what it is made of: numbers,
 words, lists, dictionaries, dtypes, devices and tensors. Anything else is refused.
 """
 
@@ -53,16 +53,16 @@ def from_plain(plain: Any, tensor: Callable[[str], torch.Tensor], device: torch.
     if plain is None or isinstance(plain, (bool, int, float, str)):
         return plain
     if isinstance(plain, Mapping) and len(plain) == 1:
-        ((kind, held),) = plain.items()
+        ((kind, content),) = plain.items()
         if kind == "tensor":
-            return tensor(held).to(device, copy=True)
-        if kind == "dtype" and isinstance(getattr(torch, str(held), None), torch.dtype):
-            return getattr(torch, held)
+            return tensor(content).to(device, copy=True)
+        if kind == "dtype" and isinstance(getattr(torch, str(content), None), torch.dtype):
+            return getattr(torch, content)
         if kind == "device":
             return device
         if kind in ("list", "tuple"):
-            items = [from_plain(item, tensor, device) for item in held]
+            items = [from_plain(item, tensor, device) for item in content]
             return items if kind == "list" else tuple(items)
         if kind == "dict":
-            return {key: from_plain(item, tensor, device) for key, item in held}
+            return {key: from_plain(item, tensor, device) for key, item in content}
     raise ValueError(f"{str(plain)[:60]!r} is nothing that is ever stored")

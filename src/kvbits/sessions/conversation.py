@@ -1,7 +1,7 @@
 """``Conversation``, messages and the cache that has read them; what ``kvbits chat`` is made of.
 
 A model's chat template renders all messages at every turn. The cache goes on where that begins with what it has read;
-where it does not (templates that leave out earlier thoughts, texts that are cut into tokens otherwise than they were
+where it does not (templates that leave out earlier thoughts, texts that are split into tokens otherwise than they were
 generated) it is cropped to what is in common, never through a packed block, and the rest is read again.
 """
 
@@ -180,7 +180,7 @@ class Conversation:
         elif kept < before:
             try:
                 self.cache.crop(kept - before)
-            except BaseException:  # an interruption, once some layers were cut and others not
+            except BaseException:  # an interruption, once some layers were cropped and others not
                 self.cache.reset()
                 raise
         return before - kept

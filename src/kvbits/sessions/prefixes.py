@@ -175,7 +175,7 @@ class PrefixStore:
             common = in_common(entry.tokens, wanted)
             if common < LEAST_TOKENS or (entry.whole and common < len(entry.tokens)):
                 continue
-            lost = 0 if common == len(entry.tokens) else self.scheme.block - 1  # at most, where a block is cut
+            lost = 0 if common == len(entry.tokens) else self.scheme.block - 1  # at most, where a block is cropped
             found.append((lost - common, len(entry.tokens), common, name))
         return ((common, name) for _, _, common, name in sorted(found))
 
@@ -184,9 +184,9 @@ class PrefixStore:
         with self._lock:
             known: dict[str, Entry] = {}
             for file in files_of(self.folder, self.identity):
-                held = self._entries.get(file.path.name)
-                same = held is not None and held.inode == file.inode
-                entry = held if same else self._read(file.path, file.inode)
+                known = self._entries.get(file.path.name)
+                same = known is not None and known.inode == file.inode
+                entry = known if same else self._read(file.path, file.inode)
                 if entry is not None:
                     known[file.path.name] = entry
             self._entries = known
@@ -270,12 +270,12 @@ def identity_of(cache: KVCache) -> str:
     assert cache.model is not None
     layers = []
     for layer in cache.layers:
-        told: list[object] = [type(layer).__name__]
+        parts: list[object] = [type(layer).__name__]
         if isinstance(layer, PackedLayer):
             core = layer.core
-            told += [str(core.scheme), core.window]
-            told += [[name, fingerprint.digest(x)] for params in core.calibrated for name, x in sorted(params.items())]
-        layers.append(told)
+            parts += [str(core.scheme), core.window]
+            parts += [[name, fingerprint.digest(x)] for params in core.calibrated for name, x in sorted(params.items())]
+        layers.append(parts)
     model = fingerprint.of_model(cache.model)
     text = json.dumps([model, fingerprint.adapters(cache.model), layers], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
