@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from kvbits.files import row_lines
 from kvbits.measure.bench import Bench
 from kvbits.measure.setting import setting
 from kvbits.measure.text import prose as prose  # for the other scripts
@@ -21,7 +21,7 @@ def write(name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
     path = RESULTS / f"{name}.json"
     here = setting(commit=commit())
     here["command"] = f"python bench/{here['command']}"
-    path.write_text(json.dumps({"setting": here, **more, "rows": rows}, indent=1) + "\n")
+    path.write_text(row_lines({"setting": here, **more, "rows": rows}))
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from kvbits.cli.common import (
     results_file,
     topics,
 )
-from kvbits.files import load_calibration, refuse_uncalibrated
+from kvbits.files import load_calibration, refuse_uncalibrated, row_lines
 from kvbits.schemes.catalogue import RECOMMENDED
 from kvbits.schemes.scheme import Scheme
 
@@ -64,7 +63,7 @@ def generate(
     runs = _generate(model, schemes, text, prompt_tokens, max_new_tokens, chat, dtype, device, calibration)
     out.print(_table(runs))
     if json_file is not None:
-        attempt(json_file.write_text, json.dumps([_row(run, runs[0]) for run in runs], indent=1) + "\n")
+        attempt(json_file.write_text, row_lines([_row(run, runs[0]) for run in runs]))
 
 
 def demo(

@@ -3,6 +3,7 @@
 - ``calibration.py``: what was fitted for a model, a pair of files in a folder.
 - ``layer.py``: what one layer of a cache holds, as JSON and tensors; ``plain.py``: the same of any object's attributes.
 - ``sealed.py``: a safetensors file whose every byte is covered by a digest: caches.
+- ``rows.py``: results as JSON, one row a line.
 - ``tensors.py``: safetensors files as their own library writes them: calibrations.
 - ``atomic.py``: how all of them come to be.
 """
@@ -21,6 +22,7 @@ from kvbits.files.calibration import (
     refuse_uncalibrated,
     variant,
 )
+from kvbits.files.rows import row_lines
 from kvbits.files.tensors import about_tensors, load_tensors, save_tensors
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "load_tensors",
     "refuse_uncalibrated",
     "replacing",
+    "row_lines",
     "save_tensors",
     "variant",
 ]

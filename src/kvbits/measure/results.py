@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbits.files import replacing
+from kvbits.files import replacing, row_lines
 
 FORMAT = 1
 KEYS = {
@@ -56,7 +56,7 @@ class Results:
         self.rows = list({self._key(row): row for row in (*there, *self.rows)}.values())
         data = {"format": FORMAT, "kind": self.kind, "setting": self.setting, "rows": self.rows}
         with replacing(path) as beside:
-            beside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            beside.write_text(row_lines(data), encoding="utf-8")
         return path
 
     @classmethod

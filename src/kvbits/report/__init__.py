@@ -15,14 +15,13 @@ Modules, from the files to the page: ``merge`` (what may be compared), ``choose`
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbits import __version__
-from kvbits.files import replacing
+from kvbits.files import replacing, row_lines
 from kvbits.measure.results import FORMAT, Results
 from kvbits.report import markdown, merge, page, png
 from kvbits.report.choose import Choice, Rule, choose
@@ -96,7 +95,7 @@ def write(results: Sequence[str | Path], out: str | Path, rule: Rule | None = No
     data = report.data
     # Lone surrogates, which JSON can hold and UTF-8 cannot, become question marks.
     parts = {
-        "report.json": json.dumps(data, indent=1, allow_nan=False).encode() + b"\n",
+        "report.json": row_lines(data).encode(),
         "report.md": markdown.markdown(report.models, report.choices, report.rule, names).encode(errors="replace"),
         **{file: png.png(drawing) for _, file, drawing in drawings},
         "index.html": page.page(report.models, report.choices, report.rule, data).encode(errors="replace"),
