@@ -113,7 +113,7 @@ def test_only_a_call_for_its_last_logits_is_read_ahead(
 ) -> None:
     model, calls = zoo.build("mixtral"), []
     cache = kvbits.cache_for(model, "int4")
-    monkeypatch.setattr(cache, "read_ahead", lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr(cache, "read_ahead", lambda *arguments: calls.append(arguments) or 0, raising=False)
     with torch.no_grad():
         model(zoo.prompt(1, 20), **{"logits_to_keep": 1, cache_name(model): cache, **options})
     assert len(calls) == asked
