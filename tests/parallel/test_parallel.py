@@ -210,8 +210,8 @@ def test_generation_features(two: list[dict[str, Any]], feature: str) -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("save", "ValueError: this cache holds one rank's share"),
-        ("crop", "ValueError: layer 0: taking back 100 of 300 columns cuts through a packed block"),
+        ("save", "ValueError: this cache holds one rank's shard"),
+        ("crop", "ValueError: layer 0: taking back 100 of 300 columns crops into a packed block"),
         ("padding", "ValueError: a shared context has no padding"),
         ("embeddings", "ValueError: a shared context is read from input_ids alone"),
         ("ids", "differ between the ranks"),

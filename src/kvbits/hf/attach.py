@@ -27,7 +27,7 @@ from kvbits.hf.cache import KVCache
 from kvbits.hf.columns import Columns
 from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import CACHE_NAMES, cache_name
-from kvbits.hf.rotation.frequencies import Unrotatable
+from kvbits.hf.rotation.frequencies import CannotUnrope
 from kvbits.hf.rotation.rotary import Rotaries, forget, rotaries
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.hf.wrappers import PrepareInputs, Wrapper
@@ -119,15 +119,15 @@ def make_cache(
     """
     if model.device.type == "cpu":
         native.warn_if_missing()
-    turning = rotaries(model) if scheme.pre_rope or scheme.centred else None
-    layers, columns = _stock_layers(model), parts.columns(turning, strict=scheme.pre_rope)
+    ropes = rotaries(model) if scheme.pre_rope or scheme.centred else None
+    layers, columns = _stock_layers(model), parts.columns(ropes, strict=scheme.pre_rope)
     for index, (stock, able) in enumerate(zip(layers, storable(model.config, layers), strict=True)):
         window = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
         own = scheme.for_attention(index, len(layers), window, sliding)
         if own is not None and able:
             name = f"layer {index}"
             known = ({}, {}) if fitted is None else fitted(index, own)
-            rotary = None if turning is None else _rotary_of(turning, index, own)
+            rotary = None if ropes is None else _rotary_of(ropes, index, own)
             layers[index] = parts.layer(parts.core(own, window, name, rotary, known), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
         hint = "pass sliding=True to pack such layers too"
@@ -145,11 +145,11 @@ def make_cache(
     return parts.cache(layers, scheme, columns, model)
 
 
-def _rotary_of(turning: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
-    """How a layer's keys are rotated; None where they are not, or where a scheme can do without knowing."""
+def _rotary_of(ropes: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
+    """The rotary embedding of a layer's keys; None where they have none, or where a scheme can do without it."""
     try:
-        return turning[layer]
-    except Unrotatable as error:
+        return ropes[layer]
+    except CannotUnrope as error:
         if scheme.pre_rope:
             raise
         warnings.warn(

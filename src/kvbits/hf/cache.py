@@ -138,7 +138,7 @@ class KVCache(Cache):
         if not self.usable:
             raise ValueError(
                 "an earlier call failed halfway and could not be taken back, because layers with a sliding window or "
-                "a state of their own have already dropped what they held before; reset() the cache and pass the "
+                "a state of their own have already dropped older tokens; reset() the cache and pass the "
                 "whole text again, or make a new one"
             )
 
@@ -241,7 +241,7 @@ class KVCache(Cache):
     def whole(self, columns: int) -> int:
         """How many of the first ``columns`` columns a crop may keep so that no packed block has to be decoded.
 
-        What is left after such a crop is what was stored, and nothing is encoded twice. Layers of the model's own type
+        After such a crop nothing is encoded twice. Layers of the model's own type
         that no crop can take back allow all columns or none.
 
         Raises:
@@ -249,7 +249,7 @@ class KVCache(Cache):
         """
         rows = self.columns.rows
         if rows.batch > 1 or rows.padded:
-            raise ValueError(f"only a cache of one row without padding can be cut like this, not of {rows.batch}")
+            raise ValueError(f"only a cache of one row without padding can be cropped like this, not of {rows.batch}")
         if columns >= rows.columns:
             return rows.columns
         if not all(isinstance(layer, PackedLayer) or is_croppable(layer) for layer in self.layers):

@@ -7,7 +7,7 @@ their gradients is ever computed, and what a sample needs is bounded by its acti
 inputs of the layers and the activations of one of them).
 
 KVQuant (arXiv 2401.18079, appendix E) asks for the squared gradients of the outputs of k_proj and v_proj. The rotary
-embedding is orthogonal, so the gradient before it is the gradient after it, turned back like the key itself: signed
+embedding is orthogonal, so the gradient before it is the gradient after it, unroped like the key itself: signed
 gradients are kept, and squared in the basis that a codec sees.
 """
 

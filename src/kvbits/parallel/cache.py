@@ -138,12 +138,12 @@ class SharedPackedLayer(PackedLayer):
 class SharedCache(KVCache):
     """The cache of one rank. Made by :func:`cache_for`.
 
-    ``nbytes`` are those of this rank. Forks, selection of rows (beam search) and crops that cut no packed block work,
+    ``nbytes`` are those of this rank. Forks, selection of rows (beam search) and crops between packed blocks work,
     where all ranks call them alike.
     """
 
     unsaved = (
-        "this cache holds one rank's share of a context, and a file holds a whole one; save the ids "
+        "this cache holds one rank's shard of a context, and a file holds a whole one; save the ids "
         "(cache.tokens) and read them again, or use a cache of kvbits.cache_for"
     )
 
@@ -206,7 +206,7 @@ class SharedCache(KVCache):
             model: see :func:`kvbits.parallel.prefill`.
             ids: the whole text.
             chunk_tokens: read at a time by all ranks together, rounded down to a multiple of their number.
-            keep: so many ids at the end are left in any case.
+            keep: so many ids at the end are not read in any case.
 
         Returns:
             How many columns have been read.

@@ -1,6 +1,6 @@
-"""``SharedLayer``: the cache of one layer of which this rank holds every so many packed blocks.
+"""``SharedLayer``: the cache of one layer of which this rank holds a shard of the packed blocks.
 
-Every rank is given every token, and counts and cuts as one alone would. All of them hold the few exact tokens, sinks
+Every rank is given every token, and counts and crops as one alone would. All of them hold the few exact tokens, sinks
 and recent ones, which are bounded; a block that is full is encoded by its owner and dropped by the others. So blocks
 are bit for bit those of one process, and no packed byte ever travels.
 """
@@ -122,13 +122,13 @@ class SharedLayer(LayerCache):
         transform, count = view.key_transform, view.blocks.longest
         if transform.rope is None:
             return transform
-        held = self._own_angles
-        if held is None or held[0] is not transform or held[1] != count:
+        known = self._own_angles
+        if known is None or known[0] is not transform or known[1] != count:
             own = self.shards.number(torch.arange(count, device=transform.rope.base_cos.device))
             cos, sin = (x[:, own] for x in (transform.rope.base_cos, transform.rope.base_sin))
             rope = replace(transform.rope, base_cos=cos, base_sin=sin)
-            self._own_angles = held = transform, count, replace(transform, rope=rope)
-        return held[2]
+            self._own_angles = known = transform, count, replace(transform, rope=rope)
+        return known[2]
 
     # -- changing --------------------------------------------------------------------------------------------------
 
@@ -137,12 +137,12 @@ class SharedLayer(LayerCache):
         self._packed = list(counts)
 
     def refuse_crop(self, columns: int) -> None:
-        """Raise ValueError where taking back ``columns`` columns would cut through a packed block."""
-        left = self.columns - columns
-        if self.whole(left) != left:
+        """Raise ValueError where taking back ``columns`` columns would crop into a packed block."""
+        kept = self.columns - columns
+        if self.whole(kept) != kept:
             raise ValueError(
-                f"{self.name}: taking back {columns} of {self.columns} columns cuts through a packed block, which one "
-                f"rank alone could decode; take back {self.columns - self.whole(left)}, up to where a block begins"
+                f"{self.name}: taking back {columns} of {self.columns} columns crops into a packed block, which one "
+                f"rank alone could decode; take back {self.columns - self.whole(kept)}, up to where a block begins"
             )
 
     def select_rows(self, index: torch.Tensor, rows: Rows | None = None) -> None:

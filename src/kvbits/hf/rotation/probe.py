@@ -1,7 +1,7 @@
 """What each layer of a model does to keys at several positions: it reads single tokens, and leaves no trace.
 
 A token that stands alone attends to itself alone, so whatever its position the key of every layer is the same before
-its rotary embedding, and what the positions change afterwards is the rotation.
+its rotary embedding, and what the positions change afterwards is the rotary embedding.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def untouched(model: PreTrainedModel) -> Iterator[Callable[[], None]]:
             for name, value in saved.items():
                 if current.get(name) is not value:
                     current[name] = value
-        for held, value in small:
-            if not torch.equal(held, value):
-                held.copy_(value)
+        for buffer, value in small:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
 
     devices = sorted({x.get_device() for x in model.parameters() if x.is_cuda})
     with torch.random.fork_rng(devices), torch.no_grad(), without_autocast():
