@@ -1,7 +1,7 @@
 """kvbits: the KV cache of language models in 2 to 8 bits, and attention straight from the stored bits.
 
-Names are loaded at first use. ``cache_for``, ``freeze``, ``enable``, ``disable``, ``load_model``, ``explain``,
-``calibrate``, ``save``, ``load`` and ``PrefixStore`` need Transformers; everything else works without it.
+Names are loaded at first use. ``cache_for``, ``freeze``, ``enable``, ``disable``, ``load_model``, ``load_tokenizer``,
+``explain``, ``calibrate``, ``save``, ``load`` and ``PrefixStore`` need Transformers; everything else works without it.
 """
 
 from __future__ import annotations
@@ -9,67 +9,50 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from kvbits.calibration import calibrate
-    from kvbits.files import Calibration, load_calibration
-    from kvbits.hf.attach import cache_for, disable, enable
-    from kvbits.hf.cache import KVCache, nbytes_of
-    from kvbits.hf.explain import explain
-    from kvbits.hf.frozen import StaticKVCache, freeze
-    from kvbits.hf.loading import load_model
-    from kvbits.layer.cache import LayerCache
-    from kvbits.schemes.catalogue import CATALOGUE, RECOMMENDED
-    from kvbits.schemes.scheme import Scheme
-    from kvbits.sessions.prefixes import PrefixStore
-    from kvbits.sessions.saving import Saved, load, save
+if TYPE_CHECKING:  # and to be imported from here, so each of them "as" itself
+    from kvbits.calibration import calibrate as calibrate
+    from kvbits.files import Calibration as Calibration
+    from kvbits.files import load_calibration as load_calibration
+    from kvbits.hf.attach import cache_for as cache_for
+    from kvbits.hf.attach import disable as disable
+    from kvbits.hf.attach import enable as enable
+    from kvbits.hf.cache import KVCache as KVCache
+    from kvbits.hf.cache import nbytes_of as nbytes_of
+    from kvbits.hf.explain import explain as explain
+    from kvbits.hf.frozen import StaticKVCache as StaticKVCache
+    from kvbits.hf.frozen import freeze as freeze
+    from kvbits.hf.loading import load_model as load_model
+    from kvbits.hf.loading import load_tokenizer as load_tokenizer
+    from kvbits.layer.cache import LayerCache as LayerCache
+    from kvbits.schemes.catalogue import CATALOGUE as CATALOGUE
+    from kvbits.schemes.catalogue import RECOMMENDED as RECOMMENDED
+    from kvbits.schemes.scheme import Scheme as Scheme
+    from kvbits.sessions.prefixes import PrefixStore as PrefixStore
+    from kvbits.sessions.saving import Saved as Saved
+    from kvbits.sessions.saving import load as load
+    from kvbits.sessions.saving import save as save
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CATALOGUE",
-    "RECOMMENDED",
-    "Calibration",
-    "KVCache",
-    "LayerCache",
-    "PrefixStore",
-    "Saved",
-    "Scheme",
-    "StaticKVCache",
-    "cache_for",
-    "calibrate",
-    "disable",
-    "enable",
-    "explain",
-    "freeze",
-    "load",
-    "load_calibration",
-    "load_model",
-    "nbytes_of",
-    "save",
-]
-
-_LAZY = {
-    "CATALOGUE": "kvbits.schemes.catalogue",
-    "RECOMMENDED": "kvbits.schemes.catalogue",
-    "Calibration": "kvbits.files",
-    "KVCache": "kvbits.hf.cache",
-    "LayerCache": "kvbits.layer.cache",
-    "PrefixStore": "kvbits.sessions.prefixes",
-    "Saved": "kvbits.sessions.saving",
-    "Scheme": "kvbits.schemes.scheme",
-    "StaticKVCache": "kvbits.hf.frozen",
-    "cache_for": "kvbits.hf.attach",
-    "calibrate": "kvbits.calibration",
-    "disable": "kvbits.hf.attach",
-    "enable": "kvbits.hf.attach",
-    "explain": "kvbits.hf.explain",
-    "freeze": "kvbits.hf.frozen",
-    "load": "kvbits.sessions.saving",
-    "load_calibration": "kvbits.files",
-    "load_model": "kvbits.hf.loading",
-    "nbytes_of": "kvbits.hf.cache",
-    "save": "kvbits.sessions.saving",
+_NAMES = {
+    "kvbits.calibration": ("calibrate",),
+    "kvbits.files": ("Calibration", "load_calibration"),
+    "kvbits.hf.attach": ("cache_for", "disable", "enable"),
+    "kvbits.hf.cache": ("KVCache", "nbytes_of"),
+    "kvbits.hf.explain": ("explain",),
+    "kvbits.hf.frozen": ("StaticKVCache", "freeze"),
+    "kvbits.hf.loading": ("load_model", "load_tokenizer"),
+    "kvbits.layer.cache": ("LayerCache",),
+    "kvbits.schemes.catalogue": ("CATALOGUE", "RECOMMENDED"),
+    "kvbits.schemes.scheme": ("Scheme",),
+    "kvbits.sessions.prefixes": ("PrefixStore",),
+    "kvbits.sessions.saving": ("Saved", "load", "save"),
 }
+"""What is public, and where it stands."""
+
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOMES)
 
 _MODULES = {
     "attend": "kvbits.attend",
@@ -86,9 +69,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
-    if name not in _LAZY:
+    if name not in _HOMES:
         raise AttributeError(f"module 'kvbits' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

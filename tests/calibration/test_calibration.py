@@ -24,7 +24,7 @@ from kvbits.cli import app
 from kvbits.files import ABOUT, TENSORS, Calibration, fingerprint
 from kvbits.hf import collect as collecting
 from kvbits.hf.names import cache_name
-from kvbits.hf.rotation.frequencies import Unrotatable
+from kvbits.hf.rotation.frequencies import CannotUnrope
 from kvbits.hf.rotation.rotary import rotaries
 from kvbits.numerics import hadamard, rope
 from kvbits.schemes.names import parse_codec
@@ -220,7 +220,7 @@ def test_every_family_is_calibrated(name: str) -> None:
 
 def test_keys_that_cannot_be_turned_back_are_calibrated_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build("llama")
-    why = Unrotatable("layer 0: the last channels of its keys are rotated")
+    why = CannotUnrope("layer 0: the last channels of its keys are rotated")
     monkeypatch.setattr(rotaries(model), "layers", (why, rotaries(model).layers[1]))
     found = kvbits.calibrate(model, ids(1))
     nuq3 = parse_codec("nuq3-static")
@@ -228,7 +228,7 @@ def test_keys_that_cannot_be_turned_back_are_calibrated_as_they_are(monkeypatch:
     with pytest.raises(ValueError, match="no key mean for layer 0"):
         found.mean(0)
     for scheme in ("nuq3", "k=nuq3-static,v=exact,post-rope,centred"):
-        with pytest.raises(Unrotatable, match="the last channels of its keys"):
+        with pytest.raises(CannotUnrope, match="the last channels of its keys"):
             kvbits.calibrate(model, ids(1), scheme)
 
 

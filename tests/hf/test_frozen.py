@@ -31,7 +31,8 @@ def test_families(name: str) -> None:
     model, ids = built(name), zoo.prompt(2, 45)
     cache = prefilled(model, f"int4,{SMALL}", ids)
     frozen = kvbits.freeze(cache, capacity=100)
-    same(decode(model, frozen, ids, 45), decode(model, cache, ids, 45))
+    window = torch.float32 if name == "gemma2-softcap" else None  # its own attention takes every softmax in float32
+    same(decode(model, frozen, ids, 45), decode(model, cache, ids, 45), window)
     assert frozen.columns == 88  # the newest step is counted when the next one begins
 
 
@@ -153,13 +154,14 @@ def counted() -> Any:
 )  # fmt: skip
 def test_one_graph_for_all_steps(name: str, scheme: str, counted: Any) -> None:
     """Over several packings, past the end of a window, and for another cache of the same shape."""
-    model, ids = built(name), zoo.prompt(2, 12)
+    window = torch.float32 if name == "gpt-oss" else None  # whose experts compile in float32 alone
+    model, ids = built(name, window), zoo.prompt(2, 12)
     cache = prefilled(model, f"{scheme},{SMALL}", ids)
     forward, counter = counted(model, "eager")
     frozen, again = kvbits.freeze(cache, capacity=90), kvbits.freeze(cache, capacity=90)
     expected = decode(model, cache, ids, 75)
-    same(decode(model, frozen, ids, 75, forward=forward, advance=True), expected)
-    same(decode(model, again, ids, 20, forward=forward, advance=True), expected[:20])
+    same(decode(model, frozen, ids, 75, forward=forward, advance=True), expected, window)
+    same(decode(model, again, ids, 20, forward=forward, advance=True), expected[:20], window)
     assert counter.frame_count == 1
     packed = max(int(layer.core.counts[0]) for layer in frozen.layers if isinstance(layer.core, FrozenLayerCache))
     assert packed >= 2

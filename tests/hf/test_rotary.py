@@ -14,7 +14,7 @@ import kvbits
 import zoo
 from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
-from kvbits.hf.rotation.frequencies import Unrotatable
+from kvbits.hf.rotation.frequencies import CannotUnrope
 from kvbits.hf.rotation.rotary import Rotaries, rotaries
 from kvbits.numerics import rope
 from kvbits.store.rows import Rows, Run
@@ -208,19 +208,19 @@ def test_a_norm_after_the_rotation_is_refused(dtype: torch.dtype) -> None:
         model.model.layers[1].self_attn.key_layernorm.weight[0] = 3
     found = rotaries(model)
     assert found[0] is not None
-    with pytest.raises(Unrotatable, match=r"HunYuan\w+, layer 1: its keys depend on positions.*norm"):
+    with pytest.raises(CannotUnrope, match=r"HunYuan\w+, layer 1: its keys depend on positions.*norm"):
         found[1]
 
 
 def test_rotated_last_channels_are_refused() -> None:
     if not EARLY:
         pytest.skip("the cache gets the latent")
-    with pytest.raises(Unrotatable, match="layer 0: the last 8 of the 24 channels"):
+    with pytest.raises(CannotUnrope, match="layer 0: the last 8 of the 24 channels"):
         rotaries(zoo.build("deepseek-v3"))[0]
 
 
 def test_a_rotation_that_the_model_does_not_show_is_refused() -> None:
-    with pytest.raises(Unrotatable, match=r"RoFormer.*layer 1: .*shows no rotary frequencies"):
+    with pytest.raises(CannotUnrope, match=r"RoFormer.*layer 1: .*shows no rotary frequencies"):
         rotaries(zoo.build("roformer"))[1]
 
 
@@ -233,7 +233,7 @@ def test_a_model_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(model.model.layers[1].mlp, "forward", fail)
     found = rotaries(model)
     for layer in (0, 1):
-        with pytest.raises(Unrotatable, match=r"cannot read one token of text by itself.*pixel_values"):
+        with pytest.raises(CannotUnrope, match=r"cannot read one token of text by itself.*pixel_values"):
             found[layer]
 
 
@@ -735,7 +735,7 @@ def test_a_mean_is_taken_as_keys_come_where_their_rotation_is_not_known() -> Non
             found = model(input_ids=chunk, use_cache=True, **{cache_name(model): cache}).logits
     assert cache.packed_layers[0].core.store.longest == 1
     assert torch.allclose(found[:, -1], exact[:, -1], atol=0.3) and not torch.equal(found[:, -1], exact[:, -1])
-    with pytest.raises(Unrotatable, match="RoFormer"):
+    with pytest.raises(CannotUnrope, match="RoFormer"):
         kvbits.cache_for(model, "nf4,pre-rope")
 
 

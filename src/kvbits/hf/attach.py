@@ -27,7 +27,7 @@ from kvbits.hf.cache import KVCache
 from kvbits.hf.columns import Columns
 from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import CACHE_NAMES, cache_name
-from kvbits.hf.rotation.frequencies import Unrotatable
+from kvbits.hf.rotation.frequencies import CannotUnrope
 from kvbits.hf.rotation.rotary import Rotaries, forget, rotaries
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.hf.wrappers import PrepareInputs, Wrapper
@@ -88,8 +88,8 @@ Fitted: TypeAlias = Callable[[int, Scheme], tuple[Params, Params]]
 """A layer and its scheme to the params of keys and values that it begins with."""
 
 
-class Kind(NamedTuple):
-    """What the caches of a kind are made of.
+class Parts(NamedTuple):
+    """The parts of a cache; :func:`kvbits.parallel.cache_for` puts its own in the place of each of them.
 
     Attributes:
         cache: as :class:`KVCache`.
@@ -109,26 +109,26 @@ def make_cache(
     scheme: Scheme,
     sliding: bool = False,
     fitted: Fitted | None = None,
-    kind: Kind = Kind(),  # noqa: B008 - it is immutable
+    parts: Parts = Parts(),  # noqa: B008 - it is immutable
 ) -> KVCache:
     """As :func:`cache_for`, for a model that can be served.
 
     Args:
         fitted: params of keys and values that a layer of a scheme begins with; none by default.
-        kind: what it is made of.
+        parts: what it is made of.
     """
     if model.device.type == "cpu":
         native.warn_if_missing()
-    turning = rotaries(model) if scheme.pre_rope or scheme.centred else None
-    layers, columns = _stock_layers(model), kind.columns(turning, strict=scheme.pre_rope)
+    ropes = rotaries(model) if scheme.pre_rope or scheme.centred else None
+    layers, columns = _stock_layers(model), parts.columns(ropes, strict=scheme.pre_rope)
     for index, (stock, able) in enumerate(zip(layers, storable(model.config, layers), strict=True)):
         window = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
         own = scheme.for_attention(index, len(layers), window, sliding)
         if own is not None and able:
             name = f"layer {index}"
             known = ({}, {}) if fitted is None else fitted(index, own)
-            rotary = None if turning is None else _rotary_of(turning, index, own)
-            layers[index] = kind.layer(kind.core(own, window, name, rotary, known), columns, name)
+            rotary = None if ropes is None else _rotary_of(ropes, index, own)
+            layers[index] = parts.layer(parts.core(own, window, name, rotary, known), columns, name)
     if not any(isinstance(layer, PackedLayer) for layer in layers):
         hint = "pass sliding=True to pack such layers too"
         if sliding:
@@ -142,14 +142,14 @@ def make_cache(
             stacklevel=3,
         )
     attach(model)
-    return kind.cache(layers, scheme, columns, model)
+    return parts.cache(layers, scheme, columns, model)
 
 
-def _rotary_of(turning: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
-    """How a layer's keys are rotated; None where they are not, or where a scheme can do without knowing."""
+def _rotary_of(ropes: Rotaries, layer: int, scheme: Scheme) -> Rotary | None:
+    """The rotary embedding of a layer's keys; None where they have none, or where a scheme can do without it."""
     try:
-        return turning[layer]
-    except Unrotatable as error:
+        return ropes[layer]
+    except CannotUnrope as error:
         if scheme.pre_rope:
             raise
         warnings.warn(
@@ -326,5 +326,5 @@ class _PrepareCache(Wrapper):
         cache = cache_for(model, scheme, sliding=attachment.sliding, calibration=attachment.calibration)
         model_kwargs[cache_name(model)] = cache
         if getattr(generation_config, "is_assistant", False):
-            cache.activate_past_recording()
+            cache.activate_past_recording()  # type: ignore[no-untyped-call]  # of Transformers
         return None

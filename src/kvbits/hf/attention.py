@@ -83,11 +83,12 @@ def register() -> None:
 def stock_function(module: torch.nn.Module, stock: str) -> Callable[..., Any]:
     """The stock attention function; ``eager`` is the one in the model's own file."""
     if stock != "eager":
-        return ALL_ATTENTION_FUNCTIONS[stock]
+        named: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[stock]
+        return named
     for kind in type(module).__mro__:
-        function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
-        if function is not None:
-            return function
+        eager: Callable[..., Any] | None = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager
     raise NotImplementedError(f"{type(module).__name__} has no eager attention beside it; load the model with 'sdpa'")
 
 
@@ -135,8 +136,10 @@ def attention(
         return key.attend(query, scaling, options.get("softcap"), options.get("s_aux"), reasons), None
     pair = packed_pair(key, value)
     if pair is None or why_decode(module, dropout, options):
-        function = stock_function(module, stock)
-        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+        out: tuple[torch.Tensor, torch.Tensor | None] = stock_function(module, stock)(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return out
     sinks = options.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _over_packed(query, pair, scale, attention_mask, options.get("softcap"), sinks), None

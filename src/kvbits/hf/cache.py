@@ -11,8 +11,9 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from kvbits.hf.columns import Columns
+from kvbits.hf.forwards import Forwards
 from kvbits.hf.layer import PackedLayer, columns_to_crop, refuse_offloading
-from kvbits.hf.stock import cropped, is_cut_anywhere, storage_bytes
+from kvbits.hf.stock import is_croppable, storage_bytes
 from kvbits.hf.tokens import TokenIds
 from kvbits.numerics.modes import outside_graphs
 from kvbits.schemes.scheme import Scheme
@@ -34,6 +35,7 @@ class KVCache(Cache):
     """
 
     unsaved = ""
+    layers: list[Any]
 
     def __init__(self, layers: list[Any], scheme: Scheme, columns: Columns, model: PreTrainedModel) -> None:
         super().__init__(layers=layers)
@@ -41,10 +43,7 @@ class KVCache(Cache):
         self.scheme = scheme
         self.columns = columns
         self._unused = {i: copy.deepcopy(x) for i, x in enumerate(layers) if not isinstance(x, PackedLayer)}
-        self._forward_of: int | None = None
-        self._start = Rows()
-        self._touched: dict[int, int | None] = {}
-        self._used = self._broken = False
+        self._forwards = Forwards()
 
     @property
     def model(self) -> PreTrainedModel | None:
@@ -83,46 +82,22 @@ class KVCache(Cache):
         batch, rows = key_states.shape[0], self.columns.rows.batch
         if rows not in (0, batch):
             raise ValueError(f"this cache holds {rows} rows and got {batch}; reset() it or make a new one")
-        self._touch(layer_idx, None)  # if it fails, it may have changed
+        self._forwards.touch(layer_idx, None)  # if it fails, it may have changed
         result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._touch(layer_idx, key_states.shape[2])
+        self._forwards.touch(layer_idx, key_states.shape[2])
         return result
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """As in every Transformers cache (linear attention, state spaces)."""
-        self._touch(layer_idx, None)
+        self._forwards.touch(layer_idx, None)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """As in every Transformers cache (linear attention, state spaces)."""
-        self._touch(layer_idx, None)
+        self._forwards.touch(layer_idx, None)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     # -- whole forwards --------------------------------------------------------------------------------------------
-
-    def _touch(self, layer: int, columns: int | None) -> None:
-        """Note that the forward in progress has changed a layer, by so many columns or, None, beyond undoing."""
-        if self._forward_of is not None:
-            self._touched[layer] = columns
-
-    def read_ahead(
-        self,
-        model: PreTrainedModel,
-        ids: torch.Tensor,
-        keep: int,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-    ) -> int:
-        """Read some of the ids ``[B, n]`` of a call, of which only the last ``keep`` logits are wanted; here none.
-
-        Args:
-            model, ids, mask, positions: of the call, as its caller gave them.
-            keep: between 0 and n.
-
-        Returns:
-            How many columns have been read; the call is then made without them.
-        """
-        return 0
 
     def begin(self, forward_of: int) -> None:
         """A forward begins: of the model ``forward_of`` (its hook's id), or of a decoder inside one that runs already.
@@ -130,65 +105,54 @@ class KVCache(Cache):
         Raises:
             ValueError: if the forward before this one stopped in the middle.
         """
-        if self._forward_of is not None and not self._touched and forward_of != self._forward_of:
+        if self._forwards.is_inside(forward_of):
             return
         self.settle()
         self.columns.void()
-        self._forward_of, self._start = forward_of, self.columns.rows
+        self._forwards.begin(forward_of, self.columns.rows)
 
     def end(self, forward_of: int, failed: bool) -> None:
         """A forward ends. What one that failed has stored is taken back, so that it can simply be repeated."""
-        if forward_of != self._forward_of:
-            return
-        if failed:
-            self._take_back()
-        elif self._touched:
-            self._used = True
-        self._forward_of = None
-        self._touched.clear()
+        if forward_of == self._forwards.of:
+            self._end(failed)
+
+    def _end(self, failed: bool) -> None:
+        if failed and self._forwards.used:
+            self.columns.replace(self._forwards.take_back(self.layers))
+        elif failed:
+            self.reset()
+        self._forwards.end(failed)
         for layer in self.packed_layers:
             layer.before = None
 
     def settle(self) -> None:
         """Refuse to go on from a forward that neither ended nor failed (an interruption), or that was not undone."""
-        if self._forward_of is not None and self._touched:
-            self.end(self._forward_of, failed=True)
-            if not self._broken:
+        if self._forwards.interrupted:
+            self._end(failed=True)
+            if self.usable:
                 raise ValueError(
                     "the call before this one was interrupted; what it had stored was taken back just now, and the "
                     f"cache holds {self.get_seq_length()} columns again: repeat that call, or go on from there"
                 )
-        self._forward_of = None
-        if self._broken:
+        self._forwards.of = None
+        if not self.usable:
             raise ValueError(
                 "an earlier call failed halfway and could not be taken back, because layers with a sliding window or "
-                "a state of their own have already left behind what they held before; reset() the cache and pass the "
+                "a state of their own have already dropped older tokens; reset() the cache and pass the "
                 "whole text again, or make a new one"
             )
 
-    def _take_back(self) -> None:
-        if not self._used:
-            self.reset()
-            return
-        for index, columns in self._touched.items():
-            layer = self.layers[index]
-            if isinstance(layer, PackedLayer):
-                done = layer.before is None or layer.core.undo(layer.before)
-            else:
-                done = columns is not None and cropped(layer, columns)
-            self._broken = self._broken or not done
-        self.columns.replace(self._start)
-
     def hold(self, rows: Rows, ids: TokenIds) -> None:
         """Go on from what the layers were given elsewhere."""
-        self.columns.rows, self.columns.ids, self._used = rows, ids, rows.columns > 0
+        self.columns.rows, self.columns.ids = rows, ids
+        self._forwards = Forwards(used=rows.columns > 0)
 
     # -- operations ------------------------------------------------------------------------------------------------
 
     @property
     def usable(self) -> bool:
         """Whether the cache can go on; not so after a call that failed and could not be taken back, until ``reset``."""
-        return not self._broken
+        return not self._forwards.broken
 
     @property
     def packed_layers(self) -> list[PackedLayer]:
@@ -277,7 +241,7 @@ class KVCache(Cache):
     def whole(self, columns: int) -> int:
         """How many of the first ``columns`` columns a crop may keep so that no packed block has to be decoded.
 
-        What is left after such a crop is what was stored, and nothing is encoded twice. Layers of the model's own type
+        After such a crop nothing is encoded twice. Layers of the model's own type
         that no crop can take back allow all columns or none.
 
         Raises:
@@ -285,10 +249,10 @@ class KVCache(Cache):
         """
         rows = self.columns.rows
         if rows.batch > 1 or rows.padded:
-            raise ValueError(f"only a cache of one row without padding can be cut like this, not of {rows.batch}")
+            raise ValueError(f"only a cache of one row without padding can be cropped like this, not of {rows.batch}")
         if columns >= rows.columns:
             return rows.columns
-        if not all(isinstance(layer, PackedLayer) or is_cut_anywhere(layer) for layer in self.layers):
+        if not all(isinstance(layer, PackedLayer) or is_croppable(layer) for layer in self.layers):
             return 0
         before = columns + 1
         while columns < before:  # where late sinks differ, blocks of one layer end elsewhere than those of another
@@ -307,7 +271,8 @@ class KVCache(Cache):
         for layer in self.layers:
             layers.append(layer.fork(columns) if isinstance(layer, PackedLayer) else copy.deepcopy(layer))
         twin = object.__new__(type(self))
-        vars(twin).update({**vars(self), "layers": layers, "columns": columns, "_touched": {}})
+        own = {"layers": layers, "columns": columns, "_forwards": Forwards(self._forwards.used)}
+        vars(twin).update({**vars(self), **own})
         return twin
 
     __copy__ = fork
@@ -316,9 +281,7 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         """Empty every layer; the cache can then hold another batch."""
-        self._used = self._broken = False
-        self._forward_of = None
-        self._touched.clear()
+        self._forwards = Forwards()
         for layer in self.packed_layers:
             layer.reset()
         for index, unused in self._unused.items():  # their own reset keeps the shapes, and before 5.24 zeroed tokens

@@ -7,7 +7,7 @@ their gradients is ever computed, and what a sample needs is bounded by its acti
 inputs of the layers and the activations of one of them).
 
 KVQuant (arXiv 2401.18079, appendix E) asks for the squared gradients of the outputs of k_proj and v_proj. The rotary
-embedding is orthogonal, so the gradient before it is the gradient after it, turned back like the key itself: signed
+embedding is orthogonal, so the gradient before it is the gradient after it, unroped like the key itself: signed
 gradients are kept, and squared in the basis that a codec sees.
 """
 
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kvbits.hf.devices import device_of_ids
 from kvbits.hf.names import cache_name
 
 LOGITS_TOKENS = 256
@@ -60,7 +61,7 @@ class Recorder(Cache):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._empty = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        self._empty: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         super().__init__(layers=copy.deepcopy(self._empty))
         self.recording = True
         self.states: dict[str, torch.Tensor] = {}
@@ -86,7 +87,7 @@ class Recorder(Cache):
         def note(gradient: torch.Tensor) -> None:
             self.gradients[name] = gradient.detach()[0].to("cpu", GRADIENT_DTYPE)
 
-        passed: torch.Tensor = _Tap.apply(self._anchor, x, note)
+        passed: torch.Tensor = _Tap.apply(self._anchor, x, note)  # type: ignore[no-untyped-call]  # of torch
         return passed
 
     # Layers of linear attention and state spaces: each call finds them as new, also when it is repeated.
@@ -141,7 +142,7 @@ def _refuse_infinite(tensors: dict[str, torch.Tensor], what: str) -> None:
 
 def _run(model: PreTrainedModel, ids: torch.Tensor, scale: float, checkpointing: bool) -> Recorder:
     recorder = Recorder(model)
-    ids = ids.to(model.get_input_embeddings().weight.device)[None]
+    ids = ids.to(device_of_ids(model))[None]
     twice = checkpointed(model) if checkpointing else contextlib.nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), frozen(model), twice:
         logits = getattr(model(input_ids=ids, use_cache=True, **{cache_name(model): recorder}), "logits", None)
@@ -236,7 +237,7 @@ def probe(model: PreTrainedModel, tokens: int) -> tuple[int, dict[str, torch.Ten
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 
-    ids = torch.ones(1, tokens, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    ids = torch.ones(1, tokens, dtype=torch.int64, device=device_of_ids(model))
     recorder = Recorder(model)
     keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), frozen(model), keeping:

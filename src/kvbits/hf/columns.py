@@ -16,8 +16,8 @@ class Columns:
     columns are text whether or not its model hands a mask to the cache (none does) or to attention.
 
     Args:
-        rotaries: given where the scheme turns keys or their mean; only then does :attr:`rows` follow their positions.
-        strict: refuse positions that keys cannot be turned back by, rather than do as if they went on by one.
+        rotaries: given where the scheme unropes keys or their mean; only then does :attr:`rows` follow positions.
+        strict: refuse positions by which keys cannot be unroped, rather than do as if they went on by one.
     """
 
     def __init__(self, rotaries: Rotaries | None = None, strict: bool = False) -> None:
@@ -76,9 +76,9 @@ class Columns:
                 self.rows = self.rows.extend(batch, added, text)
             else:
                 self.rows = self._extend_placed(self.rotaries, batch, added, text, given)
-            # Ids say nothing of tokens at other positions than those of their columns; padding has its own count.
+            # A token at another position than its column is no plain continuation; padding has its own count.
             if self._ids is not None and given is not None and self.rows.valid is None:
-                self._ids = _told(self._ids, given, before)
+                self._ids = _known(self._ids, given, before)
             self.ids.extend(self._ids, batch, added)
             self._ids = None
         if self.rows.columns != before + added or self.rows.batch != batch:
@@ -116,7 +116,7 @@ class Columns:
     def _extend_placed(
         self, rotaries: Rotaries, batch: int, added: int, text: torch.Tensor | None, given: torch.Tensor | None
     ) -> Rows:
-        """The rows with ``added`` more columns and the positions that the model rotated their keys by."""
+        """The rows with ``added`` more columns and the positions by which the model roped their keys."""
         before = self.rows.columns
         epoch = rotaries.epoch(self.rows.last_epoch, before + added, added)
         positions = None if given is None else _plane(given, batch, added, text, self.strict)
@@ -137,7 +137,7 @@ class Columns:
         return rows
 
 
-def _told(ids: torch.Tensor, positions: torch.Tensor, before: int) -> torch.Tensor | None:
+def _known(ids: torch.Tensor, positions: torch.Tensor, before: int) -> torch.Tensor | None:
     """``ids [B, n]`` of the columns from ``before`` on, unknown if the call placed any of them elsewhere.
 
     Nothing waits for the device that positions ``[..., n]`` are on.
@@ -165,8 +165,8 @@ def _plane(
             differ = differ & text.to(differ.device)
         if strict and bool(differ.any()):
             raise ValueError(
-                "this call has positions of several dimensions (of a picture or a film), and keys rotated by them "
-                "cannot be turned back; use a scheme that stores keys as they come"
+                "this call has positions of several dimensions (of a picture or a film), and keys roped by them "
+                "cannot be unroped; use a scheme that stores keys as they come"
             )
         positions = planes[0]
     fits = positions.ndim == 2 and positions.shape[0] in (1, batch) and positions.shape[1] == added

@@ -105,7 +105,7 @@ def _explain(model: PreTrainedModel, scheme: Scheme, options: dict[str, Any]) ->
             step, core = layer.trace.outcome, real.core
             why = reason(model, step, layer.trace.kernels)
             if core.rotary is None and (core.scheme.pre_rope or core.scheme.centred):
-                why += "; this layer does not rotate its keys in a way to take off: they are stored as they come"
+                why += "; its rotary embedding cannot be taken off: keys are stored as they come"
             paths.append(LayerPath(index, str(core.scheme), step, why))
         else:
             kind = type(real).__name__

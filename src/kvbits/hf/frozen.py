@@ -152,8 +152,10 @@ class StaticKVCache(Cache):
         tokens: ids that had been read when it was frozen, as :attr:`KVCache.tokens`.
     """
 
+    layers: list[FrozenLayer]  # type: ignore[assignment]  # Transformers' may mix several types, and these do not
+
     def __init__(self, cache: KVCache, capacity: int) -> None:
-        super().__init__(layers=_frozen_layers(cache, capacity))
+        super().__init__(layers=[*_frozen_layers(cache, capacity)])
         self.scheme, self.capacity, self.tokens = cache.scheme, capacity, cache.tokens
         self._model = cache._model
         self._forward_of: int | None = None
@@ -194,8 +196,7 @@ class StaticKVCache(Cache):
     @property
     def columns(self) -> int:
         """Columns of a row that the host knows of."""
-        tokens: int = self.layers[0].core.tokens
-        return tokens
+        return self.layers[0].core.tokens
 
     def advance(self, steps: int | None = None) -> None:
         """Pack what is due, between two forwards. The exact slots take ``block`` tokens before that has to be.
@@ -296,7 +297,8 @@ class StaticKVCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay where they are."""
-        super().reset()
+        for layer in self.layers:
+            layer.reset()
         self._text = None
         self.tokens = self.tokens[:, :0]
 

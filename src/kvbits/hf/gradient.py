@@ -34,5 +34,5 @@ class _End(torch.autograd.Function):
 
 def end_of_gradients(x: torch.Tensor) -> torch.Tensor:
     """``x`` as the result of something that cannot be differentiated."""
-    end: torch.Tensor = _End.apply(torch.empty(0, requires_grad=True), x)
+    end: torch.Tensor = _End.apply(torch.empty(0, requires_grad=True), x)  # type: ignore[no-untyped-call]  # of torch
     return end

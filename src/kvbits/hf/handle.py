@@ -71,17 +71,19 @@ class KVHandle(torch.Tensor):
         )
         handle.pair, handle.side = pair, side
         if pair.ends_gradients:
-            handle.register_hook(refuse)
+            handle.register_hook(refuse)  # type: ignore[no-untyped-call]  # of torch
         return handle
 
     def __init__(self, pair: Pair, side: int) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # nameless in torch's stub
         return f"KVHandle({'KV'[self.side]}, {tuple(self.shape)}, {self.pair.view.scheme})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # which torch annotates without its first argument
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def decoded(x: Any) -> Any:
             return x.pair.dense()[x.side] if isinstance(x, KVHandle) else x
 

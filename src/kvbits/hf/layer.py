@@ -63,18 +63,23 @@ class PackedLayer(CacheLayerMixin):
         view = self.take(key_states, value_states)
         if before == 0:
             return key_states, value_states  # attention over a prompt uses the exact K and V it has just computed
+        return self.seen(view)
+
+    def seen(self, view: KVView | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention sees: handles around ``view`` where any of it is packed, else tensors.
+
+        Args:
+            view: None stands for all that the layer holds now.
+        """
         ends = self.swallowed and torch.is_grad_enabled()
-        if view is None and not any(self.core.packed_blocks):
-            keys, values = self.core.exact()
-            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
-        view = self.core.view() if view is None else view
-        if view.blocks.longest == 0 and view.share is None:
-            keys, values = view.dense()
-            return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
-        return Pair(view, self.trace, ends).handles()
+        packed = any(self.core.packed_blocks) if view is None else view.blocks.longest > 0 or view.share is not None
+        if packed:
+            return Pair(self.core.view() if view is None else view, self.trace, ends).handles()
+        keys, values = self.core.exact() if view is None else view.dense()
+        return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KVView | None:
-        """Store the new columns. Returns what attention sees, or None where that is what is held now."""
+        """Store the new columns. Returns what attention sees, or None where that is all that the layer holds now."""
         if self.columns.forward == self._forward:
             raise RuntimeError(
                 f"{self.name}: updated outside of a forward of the model that this cache was made for; use "

@@ -52,7 +52,23 @@ def load_model(
 
 
 def load_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to :func:`load_model` of the same name."""
+    """``AutoTokenizer.from_pretrained``, of what :func:`load_model` loads by the same name.
+
+    Args:
+        name: as for :func:`load_model`.
+        options: for ``from_pretrained``.
+
+    Raises:
+        FileNotFoundError: if the embedded model is wanted and its package is not installed, or a ``.gguf`` file is not
+            there.
+        ModuleNotFoundError: for a ``.gguf`` file without the package that reads it.
+
+    Example::
+
+        model, tokenizer = kvbits.load_model("smollm2", "default"), kvbits.load_tokenizer("smollm2")
+        ids = tokenizer("The lighthouse", return_tensors="pt").input_ids
+        print(tokenizer.decode(model.generate(ids, max_new_tokens=20)[0]))
+    """
     folder, file = where(name)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **file, **options)
     return tokenizer

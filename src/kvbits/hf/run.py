@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -99,10 +99,10 @@ def run(
         cache: Cache = cache_for(model, scheme, calibration=calibration)
     else:
         cache = DynamicCache(config=model.config)
-    clock = _Clock(show)
+    clock, generate = _Clock(show), cast(Callable[..., Any], model.generate)
     start = time.perf_counter()
     with torch.no_grad():
-        model.generate(
+        generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,

@@ -1,4 +1,4 @@
-"""Layers of a cache that stay the model's own: what they hold, and whether they can be cut."""
+"""Layers of a cache that stay the model's own: what they hold, and whether they can be cropped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
-def is_cut_anywhere(layer: Any) -> bool:
+def is_croppable(layer: Any) -> bool:
     """Whether a layer of the model's own type can be cropped to any length: it has no state, and no full window."""
     if type(layer) is DynamicSlidingWindowLayer:
         return layer.get_seq_length() < layer.sliding_window
@@ -30,10 +30,10 @@ def cropped(layer: DynamicLayer, columns: int) -> bool:
 def storage_bytes(layer: Any) -> int:
     """Bytes of the distinct tensor storages that a stock layer holds, also inside tensors made of tensors."""
     seen: dict[int, int] = {}
-    waiting = [vars(layer)]
+    waiting: list[Any] = [vars(layer)]
     while waiting:
         thing = waiting.pop()
-        if isinstance(thing, torch.Tensor) and is_traceable_wrapper_subclass(thing):
+        if is_traceable_wrapper_subclass(thing):
             waiting.extend(getattr(thing, name) for name in thing.__tensor_flatten__()[0])
         elif isinstance(thing, torch.Tensor):
             # By the storage itself: on the meta device every address is 0.

@@ -105,8 +105,8 @@ class PrepareInputs(Wrapper):
         if "next_sequence_length" in self.takes.parameters:
             added = bound.get("next_sequence_length")  # None where the ids are those of the new tokens alone
         else:
-            whole = isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == ids.shape
-            added = ids.shape[1] - held if whole else None
+            shapes = [x.shape for x in (ids, mask) if isinstance(x, torch.Tensor)]
+            added = shapes[0][1] - held if len(shapes) == 2 and shapes[0] == shapes[1] else None
         if added is None or not held:
             return
         other = "for another text reset() the cache or make a new one"

@@ -1,4 +1,4 @@
-"""One context on several ranks: each holds a share of its packed blocks and attends to them; see docs/scale.md.
+"""One context on several ranks: each holds a shard of its packed blocks and attends to them; see docs/scale.md.
 
 Start the processes with ``torchrun``, on one machine or on many, and run the same program in each::
 

@@ -1,8 +1,15 @@
-"""``SharedCache``: the KV cache of one model whose packed context is spread over several ranks."""
+"""``SharedCache``: the KV cache of one model whose packed context is spread over several ranks.
+
+A long prompt is read by all ranks together. A chunk of it is cut into one slice for each rank. Layer by layer, ranks
+exchange the exact keys and values of their slices, so each holds those of one chunk; their queries visit all ranks for
+the packed history; and each attends to the chunk itself for its own slice. Beside the cache a rank needs room for one
+chunk of one layer, however long the prompt; for the last chunk, of all layers, where some tokens of it are left that
+make no slices.
+"""
 
 from __future__ import annotations
 
-import zlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,14 +24,11 @@ from transformers import PreTrainedModel
 
 from kvbits.files import Calibration
 from kvbits.files.fingerprint import digest, weights
-from kvbits.hf.attach import Kind, fitted_by, make_cache, refuse_unless_served
+from kvbits.hf.attach import Parts, fitted_by, make_cache, refuse_unless_served
 from kvbits.hf.cache import KVCache
-from kvbits.hf.columns import Columns
-from kvbits.hf.handle import Pair
 from kvbits.hf.layer import PackedLayer, columns_to_crop
-from kvbits.hf.rotation.rotary import Rotaries
-from kvbits.hf.tokens import TokenIds
-from kvbits.parallel import slices
+from kvbits.hf.names import cache_name
+from kvbits.parallel.columns import SharedColumns, padded
 from kvbits.parallel.layer import SharedLayer
 from kvbits.parallel.ranks import TIMEOUT_SECONDS, Ranks
 from kvbits.schemes.catalogue import RECOMMENDED
@@ -36,6 +40,9 @@ from kvbits.types import Params
 
 CHUNK_TOKENS = 4096
 """Of a prompt, read at a time by all ranks together."""
+
+_CHANGING = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies follow the longest position of a call, of which each rank sees its own."""
 
 
 def cache_for(
@@ -70,11 +77,11 @@ def cache_for(
     scheme = Scheme.parse(scheme)
     refuse_unless_served(model)
     ranks = Ranks.of(mesh, timeout_seconds)
-    turns = Shards(ranks.rank, ranks.world, run)
+    shards = Shards(ranks.rank, ranks.world, run)
     ranks.require_alike("the parts of the KV heads (number, of how many)", *Heads.of(model), device=model.device)
     columns = partial(SharedColumns, ranks, model.device)
-    kind = Kind(SharedCache, columns, SharedPackedLayer, partial(_core, ranks, turns))
-    cache = cast(SharedCache, make_cache(model, scheme, False, fitted_by(model, scheme, calibration), kind))
+    parts = Parts(SharedCache, columns, SharedPackedLayer, partial(_core, ranks, shards))
+    cache = cast(SharedCache, make_cache(model, scheme, False, fitted_by(model, scheme, calibration), parts))
     what = "the scheme, run=, and the model, its weights and what a calibration knows of it (by their digests)"
     ranks.require_same(what, f"{scheme}, {run}, {_model_in_words(model, cache)}", device=model.device)
     return cache
@@ -89,7 +96,7 @@ def _model_in_words(model: PreTrainedModel, cache: SharedCache) -> str:
 
 def _core(
     ranks: Ranks,
-    turns: Shards,
+    shards: Shards,
     scheme: Scheme,
     window: int | None,
     name: str,
@@ -99,12 +106,7 @@ def _core(
     assert window is None, "such layers are never packed here"
     if not scheme.packs:
         scheme = replace(scheme, residual=RESIDUAL_TOKENS)  # what is packed, here as it is, can be shared
-    return SharedLayer(scheme, name, rotary, fitted, ranks, turns)
-
-
-def padded(mask: torch.Tensor | None) -> bool:
-    """Whether a mask calls any column padding."""
-    return mask is not None and not bool((mask != 0).all())
+    return SharedLayer(scheme, name, rotary, fitted, ranks, shards)
 
 
 def _follows(first: int, ids: torch.Tensor, mask: Any, positions: torch.Tensor | None) -> bool:
@@ -115,68 +117,6 @@ def _follows(first: int, ids: torch.Tensor, mask: Any, positions: torch.Tensor |
         return False
     columns = torch.arange(first, last, device=ids.device)
     return positions is None or (positions.shape[-1:] == columns.shape and bool((positions == columns).all()))
-
-
-class SharedColumns(Columns):
-    """As :class:`Columns`, and sees to it that all ranks read the same.
-
-    Attributes:
-        chunk: the ids ``[B, q]`` of which each rank reads a slice in the call to come; None where each reads them all.
-    """
-
-    def __init__(
-        self, ranks: Ranks, device: torch.device, rotaries: Rotaries | None = None, strict: bool = False
-    ) -> None:
-        super().__init__(rotaries, strict)
-        self.ranks, self.device = ranks, device
-        self.chunk: torch.Tensor | None = None
-
-    def place(self, positions: torch.Tensor | None) -> None:
-        """As there; slices of a chunk, which each rank places for itself, are together where the model would count."""
-        super().place(positions if self.chunk is None else None)
-
-    def begin(self, mask: torch.Tensor | None, ids: torch.Tensor | None = None) -> None:
-        """Announce a forward.
-
-        Raises:
-            ValueError: on every rank, for padding, for more than ids, or where ranks read different ids.
-        """
-        if not self.waiting:
-            ids = ids if self.chunk is None else self.chunk
-            self._require_alike(mask, ids)
-        super().begin(mask, ids)
-
-    def _require_alike(self, mask: torch.Tensor | None, ids: torch.Tensor | None) -> None:
-        refusal = None
-        if ids is None:
-            refusal = (
-                "a shared context is read from input_ids alone: no embeddings, no pictures and no mask of one's own"
-            )
-        elif padded(mask):
-            refusal = (
-                "a shared context has no padding: pass prompts of one length, or one by one (attention_mask all ones)"
-            )
-        try:  # also by a rank that refuses: others may not, and would wait for it
-            self._compare(ids, refusal is not None)
-        except ValueError:
-            if refusal is None:
-                raise
-        if refusal is not None:
-            raise ValueError(refusal)
-
-    def _compare(self, ids: torch.Tensor | None, refused: bool) -> None:
-        ids = torch.empty(0, 0) if ids is None else ids
-        checksum = zlib.crc32(ids.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())
-        self.ranks.require_alike(
-            "the columns held, the shape and checksum of the new ids, and whether this rank refuses the call,",
-            self.rows.columns, *ids.shape, checksum, int(refused), device=self.device,
-        )  # fmt: skip
-
-    def fork(self) -> Columns:
-        """The same for another cache."""
-        twin = SharedColumns(self.ranks, self.device, self.rotaries, self.strict)
-        twin.rows, twin.ids = self.rows, TokenIds(*self.ids.pieces)
-        return twin
 
 
 class SharedPackedLayer(PackedLayer):
@@ -192,18 +132,18 @@ class SharedPackedLayer(PackedLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         ranks = self.core.ranks
         view = self.take(ranks.gather_tokens(key_states), ranks.gather_tokens(value_states))
-        return Pair(self.core.view() if view is None else view, self.trace).handles()
+        return self.seen(self.core.view() if view is None else view)
 
 
 class SharedCache(KVCache):
     """The cache of one rank. Made by :func:`cache_for`.
 
-    ``nbytes`` are those of this rank. Forks, selection of rows (beam search) and crops that cut no packed block work,
+    ``nbytes`` are those of this rank. Forks, selection of rows (beam search) and crops between packed blocks work,
     where all ranks call them alike.
     """
 
     unsaved = (
-        "this cache holds one rank's share of a context, and a file holds a whole one; save the ids "
+        "this cache holds one rank's shard of a context, and a file holds a whole one; save the ids "
         "(cache.tokens) and read them again, or use a cache of kvbits.cache_for"
     )
 
@@ -238,6 +178,67 @@ class SharedCache(KVCache):
                 layer.sliced = False
                 layer.hold(False)
 
+    def why_no_slices(self, model: PreTrainedModel) -> str | None:
+        """The reason why ranks cannot read slices for ``model``, or None."""
+        others = [index for index, layer in enumerate(self.layers) if layer not in self.packed_layers]
+        if others:
+            return (
+                f"layers {others} of this model keep the model's own type (a window or a state), which a slice of the "
+                "text does not fill"
+            )
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            return f"{type(model).__name__} takes no position_ids, so no slice can be told where it stands"
+        rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        kinds = {str(x) for part in (rope, *rope.values()) if isinstance(part, dict) and (x := part.get("rope_type"))}
+        if changing := kinds & set(_CHANGING):
+            return (
+                f"the rotary embedding is {', '.join(changing)}: its frequencies follow the length of the text, and "
+                "those of slices would differ"
+            )
+        return None
+
+    def read(self, model: PreTrainedModel, ids: torch.Tensor, chunk_tokens: int, keep: int = 0) -> int:
+        """Read as much of ``ids [B, T]`` as makes slices of one length: all but fewer tokens than ranks.
+
+        The rest of the last chunk is for the call after this, and sees the slices of that chunk exact.
+
+        Args:
+            model: see :func:`kvbits.parallel.prefill`.
+            ids: the whole text.
+            chunk_tokens: read at a time by all ranks together, rounded down to a multiple of their number.
+            keep: so many ids at the end are not read in any case.
+
+        Returns:
+            How many columns have been read.
+        """
+        world, total = self.columns.ranks.world, ids.shape[1]
+        done, most = 0, chunk_tokens // world
+        while each := min(most, (total - keep - done) // world):
+            after = done + each * world
+            self._read_slice(model, ids[:, done:after], hold=after < total <= done + most * world)
+            done = after
+        return done
+
+    def _read_slice(self, model: PreTrainedModel, chunk: torch.Tensor, hold: bool) -> None:
+        ranks, each = self.columns.ranks, chunk.shape[1] // self.columns.ranks.world
+        first = ranks.rank * each
+        positions = torch.arange(first, first + each, device=chunk.device) + self.get_seq_length()
+        with self.slices_of(chunk, hold):
+            self.run(model, chunk[:, first : first + each], positions[None])
+
+    @torch.no_grad()
+    def run(self, model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None = None) -> None:
+        """Run the model on ``ids [B, n]``, at ``positions [1, n]`` of a slice, for its keys and values."""
+        options: dict[str, Any] = {cache_name(model): self, "use_cache": True}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            options["logits_to_keep"] = 1
+        if positions is not None:
+            options["position_ids"] = positions
+            # Four dimensions: Transformers takes it for a mask that is ready, and makes none of slice x context.
+            # Attention over a shared context needs none.
+            options["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+        model(input_ids=ids, **options)
+
     def read_ahead(
         self,
         model: PreTrainedModel,
@@ -246,14 +247,14 @@ class SharedCache(KVCache):
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
     ) -> int:
-        """See :meth:`KVCache.read_ahead`: each rank computes its slice of the prompt, as :func:`prefill` does.
+        """See :class:`kvbits.hf.announce.ReadsAhead`: each rank computes its slice of the prompt, as in ``prefill``.
 
-        Not of a call that is not plain text behind what is held: it is made as it is, and refused where it is wrong.
+        A call of anything else than plain text behind the cache's is made as it is, and refused where it is wrong.
         """
-        usual = self.columns.chunk is None and not slices.why_not(model, self)
+        usual = self.columns.chunk is None and not self.why_no_slices(model)
         if not usual or not _follows(self.get_seq_length(), ids, mask, positions):
             return 0
-        return slices.read(model, ids, self, CHUNK_TOKENS, keep)
+        return self.read(model, ids, CHUNK_TOKENS, keep)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` columns.

@@ -1,6 +1,6 @@
-"""``SharedLayer``: the cache of one layer of which this rank holds every so many packed blocks.
+"""``SharedLayer``: the cache of one layer of which this rank holds a shard of the packed blocks.
 
-Every rank is given every token, and counts and cuts as one alone would. All of them hold the few exact tokens, sinks
+Every rank is given every token, and counts and crops as one alone would. All of them hold the few exact tokens, sinks
 and recent ones, which are bounded; a block that is full is encoded by its owner and dropped by the others. So blocks
 are bit for bit those of one process, and no packed byte ever travels.
 """
@@ -31,7 +31,7 @@ class SharedLayer(LayerCache):
 
     Args:
         ranks: who holds the rest.
-        turns: which blocks are this rank's.
+        shards: which blocks are this rank's.
 
     Attributes:
         sliced: whether attention is asked by slices of the newest tokens, one for each rank, right now.
@@ -44,9 +44,9 @@ class SharedLayer(LayerCache):
         rotary: Rotary | None,
         fitted: tuple[Params, Params],
         ranks: Ranks,
-        turns: Shards,
+        shards: Shards,
     ) -> None:
-        self.ranks, self.turns, self.sliced = ranks, turns, False
+        self.ranks, self.shards, self.sliced = ranks, shards, False
         super().__init__(scheme, None, name, rotary, fitted)
         self._limits = self.limits
 
@@ -85,7 +85,7 @@ class SharedLayer(LayerCache):
         assert row is None, "rows of a shared context have the same length"
         self._refuse_unsound(side, work, blocks)  # on all ranks alike: an owner that stopped would leave them waiting
         begin, packed = self._begin(row), []
-        for run in self.turns.mine(begin + blocks.start, begin + blocks.stop):
+        for run in self.shards.mine(begin + blocks.start, begin + blocks.stop):
             own = range(run.start - begin, run.stop - begin)
             packed += super()._encode(side, work, row, own, params, transform)
         return packed
@@ -99,7 +99,7 @@ class SharedLayer(LayerCache):
             raise self._unsound(side, Unsound(count, limit_of(tokens.dtype)))
 
     def _make_room(self, encoded: Encoded, most: int) -> None:
-        super()._make_room(encoded, self.turns.count(most))
+        super()._make_room(encoded, self.shards.count(most))
 
     def _keep(self, encoded: Encoded, blocks: list[int]) -> None:
         super()._keep(encoded, blocks)
@@ -114,7 +114,7 @@ class SharedLayer(LayerCache):
         if self.sliced:
             share = Sliced(self.ranks, packed > 0)
         elif packed:
-            share = Together(self.ranks, self.turns.owner(packed) == self.turns.rank)
+            share = Together(self.ranks, self.shards.owner(packed) == self.shards.rank)
         return replace(view, share=share, key_transform=self._of_own_blocks(view))
 
     def _of_own_blocks(self, view: KVView) -> Transform:
@@ -122,27 +122,27 @@ class SharedLayer(LayerCache):
         transform, count = view.key_transform, view.blocks.longest
         if transform.rope is None:
             return transform
-        held = self._own_angles
-        if held is None or held[0] is not transform or held[1] != count:
-            own = self.turns.number(torch.arange(count, device=transform.rope.base_cos.device))
+        known = self._own_angles
+        if known is None or known[0] is not transform or known[1] != count:
+            own = self.shards.number(torch.arange(count, device=transform.rope.base_cos.device))
             cos, sin = (x[:, own] for x in (transform.rope.base_cos, transform.rope.base_sin))
             rope = replace(transform.rope, base_cos=cos, base_sin=sin)
-            self._own_angles = held = transform, count, replace(transform, rope=rope)
-        return held[2]
+            self._own_angles = known = transform, count, replace(transform, rope=rope)
+        return known[2]
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def _truncate(self, counts: Sequence[int]) -> None:
-        super()._truncate([self.turns.count(count) for count in counts])
+        super()._truncate([self.shards.count(count) for count in counts])
         self._packed = list(counts)
 
     def refuse_crop(self, columns: int) -> None:
-        """Raise ValueError where taking back ``columns`` columns would cut through a packed block."""
-        left = self.columns - columns
-        if self.whole(left) != left:
+        """Raise ValueError where taking back ``columns`` columns would crop into a packed block."""
+        kept = self.columns - columns
+        if self.whole(kept) != kept:
             raise ValueError(
-                f"{self.name}: taking back {columns} of {self.columns} columns cuts through a packed block, which one "
-                f"rank alone could decode; take back {self.columns - self.whole(left)}, up to where a block begins"
+                f"{self.name}: taking back {columns} of {self.columns} columns crops into a packed block, which one "
+                f"rank alone could decode; take back {self.columns - self.whole(kept)}, up to where a block begins"
             )
 
     def select_rows(self, index: torch.Tensor, rows: Rows | None = None) -> None:
@@ -158,4 +158,4 @@ class SharedLayer(LayerCache):
         return twin
 
     def _empty(self) -> LayerCache:
-        return SharedLayer(self.scheme, self.name, self.rotary, self.calibrated, self.ranks, self.turns)
+        return SharedLayer(self.scheme, self.name, self.rotary, self.calibrated, self.ranks, self.shards)

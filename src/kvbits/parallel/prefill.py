@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from kvbits.parallel import slices
 from kvbits.parallel.cache import CHUNK_TOKENS, SharedCache
 
 
 def prefill(model: PreTrainedModel, ids: torch.Tensor, cache: SharedCache, chunk_tokens: int = CHUNK_TOKENS) -> None:
-    """Read ``ids`` into ``cache``, behind what it holds. Every rank calls this with the same.
+    """Read ``ids`` into ``cache``, behind the text in it. Every rank calls this with the same.
 
     ``generate`` does the same to its prompt, in chunks of 4,096. To go on with it after this, leave it a token:
     ``prefill(model, ids[:, :-1], cache)``, then ``model.generate(ids, cache=cache)``.
@@ -28,13 +27,13 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, cache: SharedCache, chunk
     """
     if not isinstance(cache, SharedCache):
         raise TypeError(f"prefill reads into a cache of kvbits.parallel.cache_for, not {type(cache).__name__}")
-    if reason := slices.why_not(model, cache):
+    if reason := cache.why_no_slices(model):
         raise ValueError(f"{reason}; read the prompt with the model itself, every rank all of it")
     if ids.ndim != 2:
         raise ValueError(f"ids {tuple(ids.shape)} must be [B, T]")
     world = cache.columns.ranks.world
     if chunk_tokens < world:
         raise ValueError(f"chunk_tokens={chunk_tokens} leaves {world} ranks without a token each; give more")
-    done = slices.read(model, ids, cache, chunk_tokens)
+    done = cache.read(model, ids, chunk_tokens)
     if done < ids.shape[1]:
-        slices.call(model, cache, ids[:, done:])
+        cache.run(model, ids[:, done:])

@@ -94,27 +94,27 @@ class Ranks:
 
     def require_alike(self, what: str, *numbers: int, device: torch.device) -> None:
         """Raise ValueError on every rank where ``numbers`` are not the same on all of them."""
-        if told := self._differently(what, str(list(numbers)), device):
+        if differing := self._differently(what, str(list(numbers)), device):
             raise ValueError(
-                f"{what} differ between the ranks that share a context ({told}): each must have the same part of the "
-                "model and run the same calls with the same ids; for sampling, set the same seed on all of them"
+                f"{what} differ between the ranks that share a context ({differing}): each must have the same part of "
+                "the model and run the same calls with the same ids; for sampling, set the same seed on all of them"
             )
 
     def require_same(self, what: str, text: str, *, device: torch.device) -> None:
         """Raise ValueError on every rank where ``text`` is not the same on all of them, with what each of them has."""
-        if told := self._differently(what, text, device):
-            raise ValueError(f"{what} must be the same on all ranks that share a context: {told}")
+        if differing := self._differently(what, text, device):
+            raise ValueError(f"{what} must be the same on all ranks that share a context: {differing}")
 
     def _differently(self, what: str, said: str, device: torch.device) -> str:
         """What each rank says, or nothing where all say the same of the same.
 
-        All such messages have one length: so a rank that is at another point of the program is told apart, too.
+        All such messages have one length: so a rank that is at another point of the program differs, too.
         """
         data = bytearray(f"{what}: {said}".encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
-        told = self.gather(torch.frombuffer(data, dtype=torch.uint8).to(device))
-        if bool((told == told[0]).all()):
+        said_by = self.gather(torch.frombuffer(data, dtype=torch.uint8).to(device))
+        if bool((said_by == said_by[0]).all()):
             return ""
-        texts = [bytes(row).decode(errors="replace").strip().removeprefix(f"{what}: ") for row in told.tolist()]
+        texts = [bytes(row).decode(errors="replace").strip().removeprefix(f"{what}: ") for row in said_by.tolist()]
         return "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
 
     def _run(self, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ from transformers.utils import logging as verbosity
 
 from kvbits.hf.attach import refuse_unless_served, storable
 from kvbits.hf.names import cache_name
-from kvbits.hf.rotation.frequencies import Unrotatable
+from kvbits.hf.rotation.frequencies import CannotUnrope
 from kvbits.hf.rotation.probe import Recorder
 from kvbits.hf.rotation.rotary import Unreadable, rotaries
 from kvbits.hf.stock import storage_bytes
@@ -356,7 +356,7 @@ def unrotatable(config: PreTrainedConfig) -> str | None:
             found = rotaries(build(_twin(config, few_layers=layers), torch.float32))
         except Exception:  # whatever the model's code makes of sizes that are not its own
             continue
-        errors = [layer for layer in found.layers if isinstance(layer, Unrotatable)]
+        errors = [layer for layer in found.layers if isinstance(layer, CannotUnrope)]
         if not any(isinstance(error, Unreadable) for error in errors):
             return str(errors[0]) if errors else None
     return None

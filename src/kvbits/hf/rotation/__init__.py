@@ -1,1 +1,1 @@
-"""Whether and how a model turns its keys by position: asked of the model, and explained by its own frequencies."""
+"""Whether and how a model ropes its keys: asked of the model, and explained by its own frequencies."""

@@ -1,7 +1,7 @@
-"""Which of a model's own frequencies explain how its keys turn with their positions.
+"""Which of a model's own frequencies explain how its keys change with their positions.
 
 Those that may are the buffers of the model's own rotary modules, so every scaling is the model's; what none of them
-explains is :class:`Unrotatable`.
+explains is :class:`CannotUnrope`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvbits.numerics import rope
 from kvbits.transform.rotary import Rotary
 
 
-class Unrotatable(ValueError):
-    """The keys of a layer are rotated, but not in a way that kvbits can undo."""
+class CannotUnrope(ValueError):
+    """The keys of a layer depend on their positions, but not in a way that kvbits can undo."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Source:
 
 
 class Match(NamedTuple):
-    """How a layer rotates its keys. A few families (nanochat) turn them the other way: ``sign`` is then -1."""
+    """How a layer ropes its keys. A few families (nanochat) use negative angles: ``sign`` is then -1."""
 
     source: Source
     interleaved: bool
@@ -43,7 +43,7 @@ class Match(NamedTuple):
         return Rotary(self.sign * self.source.frequencies, self.interleaved)
 
     def error(self, keys: torch.Tensor) -> float:
-        """How far ``keys [P, B, H, D]`` are from turning like this with their positions, in units of their norm."""
+        """How far ``keys [P, B, H, D]`` are from being roped like this, in units of their norm."""
         angles = (torch.tensor(POSITIONS).double() - POSITIONS[0])[:, None] * (self.sign * self.source.frequencies)
         cos, sin = (side[:, None, None] for side in (angles.cos(), angles.sin()))
         return _median_error(keys, rope.rotate(keys[:1].expand_as(keys), cos, sin, self.interleaved))
@@ -80,7 +80,7 @@ def _of_table(table: torch.Tensor) -> torch.Tensor | None:
     sin, cos = table[:4096].detach().cpu().double().chunk(2, dim=-1)
     if not bool((sin[0] == 0).all() and (cos[0] == 1).all()):
         return None
-    # Each angle is known up to the rounding of the table, and up to whole turns: go on from nearer positions.
+    # Each angle is known up to the rounding of the table, and up to whole circles: go on from nearer positions.
     frequencies, position = torch.atan2(sin[1], cos[1]), 2
     while position < len(sin):
         beyond = torch.atan2(sin[position], cos[position]) - position * frequencies
@@ -89,8 +89,8 @@ def _of_table(table: torch.Tensor) -> torch.Tensor | None:
     return frequencies
 
 
-def explain(where: str, seen: Keys, sources: list[Source]) -> Match | Unrotatable | None:
-    """The frequencies and the layout by which a layer's keys turn from position to position; None if they do not."""
+def explain(where: str, seen: Keys, sources: list[Source]) -> Match | CannotUnrope | None:
+    """The frequencies and the layout by which a layer ropes its keys; None if it does not."""
     if _moved(seen.keys) <= seen.tolerance:
         return None
     channels = seen.keys.shape[-1]
@@ -103,19 +103,19 @@ def explain(where: str, seen: Keys, sources: list[Source]) -> Match | Unrotatabl
     if _moved(seen.values) > seen.tolerance:  # positions are in the hidden states
         if not fitting:
             return None  # absolute position embeddings (GPT-2, OPT)
-        return Unrotatable(f"{where}: its keys and values both depend on positions, not by a rotary embedding alone")
+        return CannotUnrope(f"{where}: its keys and values both depend on positions, not by a rotary embedding alone")
     for choice in choices:
-        rotated = 2 * len(choice.source.frequencies)
-        if rotated < channels and choice.error(seen.keys[..., -rotated:]) <= seen.tolerance:
-            return Unrotatable(
-                f"{where}: the last {rotated} of the {channels} channels of its keys are rotated (as in multi-head "
-                "latent attention); kvbits turns back the first channels only"
+        roped = 2 * len(choice.source.frequencies)
+        if roped < channels and choice.error(seen.keys[..., -roped:]) <= seen.tolerance:
+            return CannotUnrope(
+                f"{where}: the last {roped} of the {channels} channels of its keys are roped (as in multi-head latent "
+                "attention); kvbits unropes the first channels only"
             )
     if not fitting:
-        return Unrotatable(f"{where}: its keys depend on positions, but the model shows no rotary frequencies")
-    return Unrotatable(
-        f"{where}: its keys depend on positions, but they are not what turning by any of the model's own frequencies "
-        "makes of them (a norm with weights may come after the rotation)"
+        return CannotUnrope(f"{where}: its keys depend on positions, but the model shows no rotary frequencies")
+    return CannotUnrope(
+        f"{where}: its keys depend on positions, but not as roping by any of the model's own frequencies makes them "
+        "(a norm with weights may come after the rotary embedding)"
     )
 
 

@@ -1,7 +1,7 @@
 """What each layer of a model does to keys at several positions: it reads single tokens, and leaves no trace.
 
 A token that stands alone attends to itself alone, so whatever its position the key of every layer is the same before
-its rotary embedding, and what the positions change afterwards is the rotation.
+its rotary embedding, and what the positions change afterwards is the rotary embedding.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvbits.hf.devices import device_of_ids
+from kvbits.hf.names import cache_name
 from kvbits.numerics.modes import without_autocast
 
 POSITIONS = (1, 2, 38)
@@ -55,7 +57,6 @@ def probe(model: PreTrainedModel, restore: Callable[[], None]) -> tuple[dict[int
     """What each layer that has keys hands over at :data:`POSITIONS`, and the number of layers."""
     tokens, recorders = _tokens(model), []
     parameters = inspect.signature(model.forward).parameters
-    argument = "cache" if "cache" in parameters else "past_key_values"  # its name before Transformers 5.24
     if "position_ids" in parameters:
         calls = [(tokens, {"position_ids": torch.full_like(tokens, position)}) for position in POSITIONS]
     else:  # the same token over and over in one call: all that it attends to is the same
@@ -63,7 +64,7 @@ def probe(model: PreTrainedModel, restore: Callable[[], None]) -> tuple[dict[int
     for ids, options in calls:
         restore()
         recorders.append(Recorder(model.config.get_text_config(decoder=True)))
-        model(input_ids=ids, use_cache=True, **options, **{argument: recorders[-1]})
+        model(input_ids=ids, use_cache=True, **options, **{cache_name(model): recorders[-1]})
     seen = {}
     for layer, (first, _) in recorders[0].seen.items():
         keys, values = (
@@ -81,7 +82,7 @@ def _tokens(model: PreTrainedModel) -> torch.Tensor:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     ids = [token for token in (vocabulary // part for part in (2, 3, 5, 7, 11)) if token != padding][:4]
-    return torch.tensor(ids, device=model.get_input_embeddings().weight.device)[:, None]
+    return torch.tensor(ids, device=device_of_ids(model))[:, None]
 
 
 @contextmanager
@@ -104,9 +105,9 @@ def untouched(model: PreTrainedModel) -> Iterator[Callable[[], None]]:
             for name, value in saved.items():
                 if current.get(name) is not value:
                     current[name] = value
-        for held, value in small:
-            if not torch.equal(held, value):
-                held.copy_(value)
+        for buffer, value in small:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
 
     devices = sorted({x.get_device() for x in model.parameters() if x.is_cuda})
     with torch.random.fork_rng(devices), torch.no_grad(), without_autocast():

@@ -1,10 +1,10 @@
-"""Whether and how the keys of each layer of a model are rotated: looked up in the model, verified by running it.
+"""Whether and how the keys of each layer of a model are roped: looked up in the model, verified by running it.
 
 No list of model families is kept. The model is asked (:mod:`kvbits.hf.rotation.probe`), and its own frequencies may
 explain what it does (:mod:`kvbits.hf.rotation.frequencies`).
 
-Attention scaling (yarn, longrope: cosine and sine times a constant) does not show here. Only the rotation is undone,
-and keys that are turned back still carry the factor.
+Attention scaling (yarn, longrope: cosine and sine times a constant) does not show here. Only the rotation by
+angles is undone, and unroped keys still carry the factor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from kvbits.hf.rotation.frequencies import Match, Source, Unrotatable, explain, sources_of
+from kvbits.hf.rotation.frequencies import CannotUnrope, Match, Source, explain, sources_of
 from kvbits.hf.rotation.probe import probe, untouched
 from kvbits.numerics.modes import outside_graphs
 from kvbits.transform.rotary import Rotary
@@ -28,21 +28,21 @@ _LONG_CALL, _CHANGE = 32, 1 / 16
 """Dynamic scaling changes the frequencies a little at every step. Shorter calls begin an epoch only at this change."""
 
 
-class Unreadable(Unrotatable):
+class Unreadable(CannotUnrope):
     """The model cannot be asked."""
 
 
 class Rotaries:
     """What :func:`rotaries` found. One per model, shared by its caches.
 
-    ``rotaries[layer]`` is the :class:`Rotary` of a layer, or None where its keys are not rotated, and raises
-    :class:`Unrotatable` where they are in another way. Layers that share an embedding share the object.
+    ``rotaries[layer]`` is the :class:`Rotary` of a layer, or None where it does not rope its keys, and raises
+    :class:`CannotUnrope` where it does so in another way. Layers that share an embedding share the object.
 
     Attributes:
         layers: the same for all layers, with the error itself where there is one.
     """
 
-    def __init__(self, layers: list[Rotary | Unrotatable | None], matches: dict[Rotary, Match]) -> None:
+    def __init__(self, layers: list[Rotary | CannotUnrope | None], matches: dict[Rotary, Match]) -> None:
         self.layers = tuple(layers)
         self._rotaries = tuple(matches)
         self._watches = [_Watch(match) for match in matches.values()]
@@ -53,7 +53,7 @@ class Rotaries:
 
     def __getitem__(self, layer: int) -> Rotary | None:
         found = self.layers[layer]
-        if isinstance(found, Unrotatable):
+        if isinstance(found, CannotUnrope):
             raise found
         return found
 
@@ -76,7 +76,7 @@ class Rotaries:
         """
         shapes = [(len(epochs[0]), *rotary.epochs[0].shape) for rotary in self._rotaries] if epochs else []
         if len(epochs) != len(self._rotaries) or [tuple(x.shape) for x in epochs] != shapes:
-            raise ValueError("the model has other rotary embeddings than those that the keys were turned by")
+            raise ValueError("the model has other rotary embeddings than those that the keys were roped by")
         if not epochs:
             return [0]
         numbers = []
@@ -136,14 +136,14 @@ class _Watch:
 
     def changed(self) -> bool:
         """Whether the frequencies are others than at the last look."""
-        held = None if self.module is None else self.module._buffers.get(self.name)
-        if held is None:
+        current = None if self.module is None else self.module._buffers.get(self.name)
+        if current is None:
             return False
-        version = -1 if held.is_inference() else held._version  # inference tensors do not count their versions
-        if held is self._seen and version == self._version and version >= 0:
+        version = -1 if current.is_inference() else current._version  # inference tensors do not count their versions
+        if current is self._seen and version == self._version and version >= 0:
             return False
-        self._seen, self._version = held, version
-        now = self.sign * held.detach().cpu().double()
+        self._seen, self._version = current, version
+        now = self.sign * current.detach().cpu().double()
         if now.shape != self.frequencies.shape or torch.equal(now, self.frequencies):
             return False
         self.frequencies = now
@@ -154,7 +154,7 @@ _FOUND: WeakKeyDictionary[PreTrainedModel, Rotaries] = WeakKeyDictionary()
 
 
 def rotaries(model: PreTrainedModel) -> Rotaries:
-    """How each layer of ``model`` rotates its keys.
+    """How each layer of ``model`` ropes its keys.
 
     The first call runs the model on a few tokens, on whatever device and in whatever type it is, and leaves no trace
     in it; the answer is kept until :func:`forget`.
@@ -173,7 +173,7 @@ def forget(model: PreTrainedModel) -> None:
 @outside_graphs
 def _find(model: PreTrainedModel) -> Rotaries:
     name = type(model).__name__
-    layers: list[Rotary | Unrotatable | None] = []
+    layers: list[Rotary | CannotUnrope | None] = []
     found: dict[tuple[Any, ...], Rotary] = {}
     used: dict[Rotary, Match] = {}
     with untouched(model) as restore:
@@ -181,7 +181,7 @@ def _find(model: PreTrainedModel) -> Rotaries:
             seen, count = probe(model, restore)
         except Exception as error:
             count = model.config.get_text_config(decoder=True).num_hidden_layers
-            reason = f"{name} cannot read one token of text by itself, so how it rotates its keys is not known: {error}"
+            reason = f"{name} cannot read one token of text by itself, so how it ropes its keys is not known: {error}"
             return Rotaries([Unreadable(reason)] * count, {})
         sources = list(sources_of(model))  # as they are now, after a short text
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
@@ -191,7 +191,7 @@ def _find(model: PreTrainedModel) -> Rotaries:
             continue
         kind = str(types[layer]) if layer < len(types) else ""
         matched = explain(f"{name}, layer {layer}", seen[layer], _own_first(sources, kind))
-        if matched is None or isinstance(matched, Unrotatable):
+        if matched is None or isinstance(matched, CannotUnrope):
             layers.append(matched)
             continue
         key = (matched.source.name, matched.interleaved, matched.sign, tuple(matched.source.frequencies.tolist()))
