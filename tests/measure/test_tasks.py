@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 import kvbits
 import zoo
 from kvbits.cli import app
-from kvbits.measure import held, task_data
+from kvbits.measure import task_data
+from kvbits.measure.bits import stored
 from kvbits.measure.caches import make
-from kvbits.measure.held import Tally
+from kvbits.measure.packed import Tally, packed_share
 from kvbits.measure.pairs import pair_rows, paired
 from kvbits.measure.results import Results
 
@@ -224,10 +225,10 @@ def test_shares_and_bits_of_caches(llama: Any) -> None:
     tokens = zoo.prompt(2, 200)
     for name, share, bits in (("exact", 0, 32), ("hf:dynamic", 0, 32), (PACKED, 192 / 200, None), ("hf:fp8", 1, 8)):
         cache = make(llama, name)
-        assert held.packed_share(cache) == 0 and held.stored(cache)[1] == 0
+        assert packed_share(cache) == 0 and stored(cache)[1] == 0
         zoo.feed(llama, cache, tokens, torch.ones_like(tokens), (150, 50))
-        nbytes, elements = held.stored(cache)
-        assert held.packed_share(cache) == pytest.approx(share)
+        nbytes, elements = stored(cache)
+        assert packed_share(cache) == pytest.approx(share)
         assert elements == 2 * 2 * 2 * 2 * 8 * 200  # layers, sides, rows, heads, channels
         if bits is not None:
             assert bits <= 8 * nbytes / elements < bits * 1.2  # room to grow
