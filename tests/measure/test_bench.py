@@ -28,14 +28,15 @@ from kvbits.measure import weights
 from kvbits.measure.bench import Bench, Cell
 from kvbits.measure.breakeven import Gain, break_even, verdicts, with_break_even
 from kvbits.measure.caches import EXACT, nbytes
-from kvbits.measure.flush import packed_tokens, tokens_between, tokens_to_flush
-from kvbits.measure.lane import Lane, Reading
+from kvbits.measure.flush import tokens_between, tokens_to_flush
 from kvbits.measure.memory import Peak
-from kvbits.measure.peak import Errand
+from kvbits.measure.packed import packed_tokens
+from kvbits.measure.peak import PeakJob
 from kvbits.measure.prompts import Prompts
 from kvbits.measure.results import Results
 from kvbits.measure.room import Shapes, room
-from kvbits.measure.speed import WARM_TURNS, measure, turned
+from kvbits.measure.runner import Reading, Runner
+from kvbits.measure.speed import WARM_ROUNDS, measure, shifted
 from kvbits.measure.text import prose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,27 +77,27 @@ def named(*names: str) -> list[Any]:
     return found
 
 
-Log = list[tuple[Lane, int, int]]
+Log = list[tuple[Runner, int, int]]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Lane, int, bool], float]], Log]:
-    """Make forwards take what a function of the lane, the tokens and whether something was packed says; a log of them.
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Runner, int, bool], float]], Log]:
+    """Make forwards take what a function of the runner, the tokens and whether something was packed says; a log of them.
 
     The forwards are real, only their times are made up.
     """
-    read = Lane._read
+    read = Runner.read
 
-    def install(seconds: Callable[[Lane, int, bool], float]) -> Log:
+    def install(seconds: Callable[[Runner, int, bool], float]) -> Log:
         log: Log = []
 
-        def timed(lane: Lane, count: int) -> float:
-            log.append((lane, lane.position, count))
-            before = packed_tokens(lane.cache)
-            read(lane, count)
-            return seconds(lane, count, packed_tokens(lane.cache) > before)
+        def timed(runner: Runner, count: int) -> float:
+            log.append((runner, runner.position, count))
+            before = packed_tokens(runner.cache)
+            read(runner, count)
+            return seconds(runner, count, packed_tokens(runner.cache) > before)
 
-        monkeypatch.setattr(Lane, "_read", timed)
+        monkeypatch.setattr(Runner, "read", timed)
         return log
 
     return install
@@ -129,7 +130,7 @@ def test_every_row_has_every_figure_and_the_file_the_whole_setting(folder: str, 
         assert row["prefill_tokens_per_second"] == row["batch"] * row["context"] / row["first_token_seconds"]
         assert row["noise"] >= 1
         if row["scheme"] == EXACT:
-            assert row["kv_bytes"] == exact_bytes(row["batch"], row["context"] + WARM_TURNS)
+            assert row["kv_bytes"] == exact_bytes(row["batch"], row["context"] + WARM_ROUNDS)
             assert (row["bits_per_element"], row["speed_against_exact"], row["kernel"]) == (32, 1, "stock")
             assert row["steps"] == 8 and "break_even" not in row
         else:
@@ -142,30 +143,34 @@ def test_every_row_has_every_figure_and_the_file_the_whole_setting(folder: str, 
 
 
 def test_caches_are_stepped_in_turn_and_read_the_same(model: Any, prompts: Prompts, clock: Callable[..., Log]) -> None:
-    """A/B/A/B, in another order each turn, one exact cache first and another last."""
-    log = clock(lambda lane, count, packed: 1.0)
-    context = speed_module.WARM_TOKENS + 8  # so that the lanes of the warm-up can be told from the others
+    """A/B/A/B, in another order each round, one exact cache first and another last."""
+    log = clock(lambda runner, count, packed: 1.0)
+    context = speed_module.WARM_TOKENS + 8  # so that the runners of the warm-up can be told from the others
     measure(model, [SMALL, "exact"], Reading(prompts, 2, context), steps=5, prefills=3)
     own = [entry for entry in log if entry[0].reading.context == context]
-    lanes = list(dict.fromkeys(lane for lane, _, _ in own))
-    assert [lane.name for lane in lanes] == [EXACT, SMALL, "exact", EXACT]
+    runners = list(dict.fromkeys(runner for runner, _, _ in own))
+    assert [runner.name for runner in runners] == [EXACT, SMALL, "exact", EXACT]
     read = [i for i, (_, first, _) in enumerate(own) if first == 0]
-    assert [own[i][0] for i in read] == [lane for turn in range(3) for lane in turned(lanes, turn)]
-    stepped = own[read[-1] + 1 :][: 4 * (WARM_TURNS + 5)]
-    assert [entry[0] for entry in stepped] == [lane for turn in range(WARM_TURNS + 5) for lane in turned(lanes, turn)]
-    assert [entry[1:] for entry in stepped] == [(context + turn, 1) for turn in range(WARM_TURNS + 5) for _ in lanes]
-    assert turned(lanes, 0) != turned(lanes, 1)
+    assert [own[i][0] for i in read] == [runner for number in range(3) for runner in shifted(runners, number)]
+    stepped = own[read[-1] + 1 :][: 4 * (WARM_ROUNDS + 5)]
+    assert [entry[0] for entry in stepped] == [
+        runner for number in range(WARM_ROUNDS + 5) for runner in shifted(runners, number)
+    ]
+    assert [entry[1:] for entry in stepped] == [
+        (context + number, 1) for number in range(WARM_ROUNDS + 5) for _ in runners
+    ]
+    assert shifted(runners, 0) != shifted(runners, 1)
 
 
 def test_ratios_and_noise(model: Any, prompts: Prompts, clock: Callable[..., Log], monkeypatch: Any) -> None:
     """Against the exact cache, whose two runs differ by a fifth; what packs counts by its share."""
-    exact: list[Lane] = []
+    exact: list[Runner] = []
 
-    def seconds(lane: Lane, count: int, packed: bool) -> float:
-        if lane.name == EXACT:
-            exact.extend([lane] if lane not in exact and lane.reading.context == 600 else [])
-            return 1.2 if lane in exact[1:] else 1.0
-        return {SMALL: 9.0 if packed else 1.0, "exact": 2.2}[lane.name]
+    def seconds(runner: Runner, count: int, packed: bool) -> float:
+        if runner.name == EXACT:
+            exact.extend([runner] if runner not in exact and runner.reading.context == 600 else [])
+            return 1.2 if runner in exact[1:] else 1.0
+        return {SMALL: 9.0 if packed else 1.0, "exact": 2.2}[runner.name]
 
     clock(seconds)
     monkeypatch.setattr(speed_module, "QUANTO4", "exact")
@@ -187,9 +192,9 @@ def test_calls_are_those_of_generate(model: Any, prompts: Prompts) -> None:
     """With the mask of all columns, and the logits of the last token alone; in chunks where they are asked for."""
     calls: list[dict[str, Any]] = []
     model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
-    lane = Lane(model, SMALL, Reading(prompts, 2, 50, chunk=20))
-    lane.prefill()
-    lane.step()
+    runner = Runner(model, SMALL, Reading(prompts, 2, 50, chunk=20))
+    runner.prefill()
+    runner.step()
     assert [tuple(call["input_ids"].shape) for call in calls] == [(2, 20), (2, 20), (2, 10), (2, 1)]
     assert [tuple(call["attention_mask"].shape) for call in calls] == [(2, 20), (2, 40), (2, 50), (2, 51)]
     assert all(call["logits_to_keep"] == 1 for call in calls)
@@ -204,7 +209,7 @@ def test_a_slow_kernel_is_in_the_row_and_in_its_warnings(
     prompts: Prompts, clock: Callable[..., Log], family: str, dtype: torch.dtype, expected: str
 ) -> None:
     model = zoo.build(family, dtype)
-    clock(lambda lane, count, packed: 1.0)
+    clock(lambda runner, count, packed: 1.0)
     exact, row = measure(model, [EXACT, SMALL], Reading(prompts, 1, 64), steps=4, prefills=1)
     assert row["kernel"] in ("decoded", "kernel reference") and not exact["warnings"]
     (warning,) = row["warnings"]
@@ -229,35 +234,34 @@ PACKING = {
 @pytest.mark.parametrize("name", named(*PACKING))
 def test_the_step_that_packs_is_foretold(model: Any, prompts: Prompts, name: str, batch: int) -> None:
     """Every step up to it packs nothing, it packs one block in each row and layer, and the next follows a block on."""
-    lane = Lane(model, name, Reading(prompts, batch, 152))
-    lane.prefill()
-    assert lane.cache is not None and tokens_between(lane.cache) == PACKING[name]
-    left, held = tokens_to_flush(lane.cache), packed_tokens(lane.cache)
+    runner = Runner(model, name, Reading(prompts, batch, 152))
+    runner.prefill()
+    assert runner.cache is not None and tokens_between(runner.cache) == PACKING[name]
+    left, held = tokens_to_flush(runner.cache), packed_tokens(runner.cache)
     assert left is not None and 0 < left <= 300
     for more in range(left, 1, -1):
-        assert tokens_to_flush(lane.cache) == more
-        assert not lane.step().packed
-    assert packed_tokens(lane.cache) == held
-    assert lane.step().packed
+        assert tokens_to_flush(runner.cache) == more
+        assert not runner.step().packed
+    assert packed_tokens(runner.cache) == held
+    assert runner.step().packed
     layers = 1 if "layers[0]=exact" in name else 2
-    per_row = 1 if name.startswith("hf:") else batch  # Transformers counts no rows
-    grown = 152 + left - held // 2 if name.startswith("hf:") else PACKING[name]
-    assert packed_tokens(lane.cache) == held + layers * per_row * grown
-    assert tokens_to_flush(lane.cache) == PACKING[name]
-    position = lane.position
-    step = lane.flush()
-    assert step is not None and step.packed and lane.position == position + PACKING[name]
+    grown = 152 + left - held // (2 * batch) if name.startswith("hf:") else PACKING[name]
+    assert packed_tokens(runner.cache) == held + layers * batch * grown
+    assert tokens_to_flush(runner.cache) == PACKING[name]
+    position = runner.position
+    step = runner.flush()
+    assert step is not None and step.packed and runner.position == position + PACKING[name]
 
 
 @pytest.mark.parametrize("name", [EXACT, "exact", "hf:fp8"])
 def test_caches_that_never_pack_have_no_such_step(model: Any, prompts: Prompts, name: str) -> None:
     if name == "hf:fp8" and zoo.installed() < (5, 24):
         pytest.skip("this release of Transformers may have no cache in fp8")
-    lane = Lane(model, name, Reading(prompts, 1, 40))
-    lane.prefill()
-    assert lane.cache is not None and tokens_between(lane.cache) is None
-    assert lane.flush() is None and lane.position == 40
-    assert not any(lane.step().packed for _ in range(140))
+    runner = Runner(model, name, Reading(prompts, 1, 40))
+    runner.prefill()
+    assert runner.cache is not None and tokens_between(runner.cache) is None
+    assert runner.flush() is None and runner.position == 40
+    assert not any(runner.step().packed for _ in range(140))
 
 
 # -- break-even --------------------------------------------------------------------------------------------------------
@@ -382,16 +386,16 @@ def test_estimates_of_caches_are_near_what_they_hold(family: str, name: str, pro
     model = zoo.build(family, max_position_embeddings=1024)
     shapes = Shapes.of(model)
     for batch, tokens in ((1, 700), (2, 300)):
-        lane = Lane(model, name, Reading(prompts, batch, tokens))
+        runner = Runner(model, name, Reading(prompts, batch, tokens))
         try:
-            lane.prefill()
+            runner.prefill()
         except ValueError as refusal:  # Transformers' quantized cache does not take every model
             assert name == "hf:quanto4" and family in ("gemma3", "deepseek-v3"), refusal
             return
         if name == "hf:quanto4":
-            lane._read(127)  # its residual is empty after a prompt
-        assert lane.cache is not None
-        held, estimate = nbytes(lane.cache), shapes.cache_bytes(name, batch, tokens)
+            runner.read(127)  # its residual is empty after a prompt
+        assert runner.cache is not None
+        held, estimate = nbytes(runner.cache), shapes.cache_bytes(name, batch, tokens)
         if name == EXACT:
             assert held - 64 <= estimate <= held  # sliding layers count their tokens in a tensor
         assert 0.8 * held <= estimate <= 1.5 * held, (held, estimate)
@@ -416,21 +420,21 @@ def test_room_counts_what_is_held_together() -> None:
 
 
 class Failing:
-    """Stands before ``Lane._read`` and fails for one cache from its n-th forward on."""
+    """Stands before ``Runner.read`` and fails for one cache from its n-th forward on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, after: int, error: BaseException) -> None:
-        self.name, self.left, self.error, self.read, self.reads = name, after, error, Lane._read, []
+        self.name, self.left, self.error, self.read, self.reads = name, after, error, Runner.read, []
         outer = self
 
-        def read(lane: Lane, count: int) -> float:
-            outer.reads.append((lane.name, lane.reading.context, count))
-            if lane.name == outer.name:
+        def read(runner: Runner, count: int) -> float:
+            outer.reads.append((runner.name, runner.reading.context, count))
+            if runner.name == outer.name:
                 outer.left -= 1
                 if outer.left < 0:
                     raise outer.error
-            return outer.read(lane, count)
+            return outer.read(runner, count)
 
-        monkeypatch.setattr(Lane, "_read", read)
+        monkeypatch.setattr(Runner, "read", read)
 
 
 @pytest.mark.parametrize("after", [0, 2, 4, 7])
@@ -516,12 +520,12 @@ def test_progress_comes_to_its_end_whatever_fails(folder: str, monkeypatch: Any)
 # -- peak memory -------------------------------------------------------------------------------------------------------
 
 
-def errand(folder: str, **changes: Any) -> Errand:
+def job(folder: str, **changes: Any) -> PeakJob:
     usual: dict[str, Any] = dict(
         model=folder, dtype="float32", weights="none", scheme=SMALL, calibration=None,
         tokens=zoo.prompt(1, 200)[0].tolist(), batch=2, context=64, chunk=None, threads=1,
     )  # fmt: skip
-    return Errand(**{**usual, **changes})
+    return PeakJob(**{**usual, **changes})
 
 
 def test_peak_memory_is_of_a_process_of_its_own(folder: str) -> None:
@@ -531,12 +535,12 @@ def test_peak_memory_is_of_a_process_of_its_own(folder: str) -> None:
 
 def test_the_process_reads_steps_and_packs(folder: str, monkeypatch: Any) -> None:
     reads = Failing(monkeypatch, "", 0, RuntimeError()).reads
-    peak = peak_module.run(errand(folder))
+    peak = peak_module.run(job(folder))
     assert peak.nbytes is None or peak.nbytes > 0
     assert [count for _, _, count in reads[:3]] == [64, 1, 1] and reads[-1][2] == 1 and len(reads) == 5
     seen: list[Any] = []
     monkeypatch.setattr(peak_module, "peak_here", lambda *given: seen.append(given))
-    peak_module.run(errand(folder, weights="int8-dynamic", dtype="float32", scheme="kivi2", chunk=7))
+    peak_module.run(job(folder, weights="int8-dynamic", dtype="float32", scheme="kivi2", chunk=7))
     model, scheme, reading, calibration = seen[0]
     assert not list(weights.linear_layers(model)) and (scheme, calibration) == ("kivi2", None)
     assert (reading.batch, reading.context, reading.chunk) == (2, 64, 7)
@@ -626,7 +630,7 @@ def test_a_calibration_serves_a_model_whose_weights_are_quantized_afterwards(fol
     ways = {"weights": ["none", "int8-dynamic"], "calibration": tmp_path}
     rows = small_bench(folder, ["nuq3,residual=0,block=32", SMALL], [64], **ways).run().rows
     assert len(rows) == 6 and not any("error" in row for row in rows)
-    asked = errand(folder, scheme="nuq3,residual=0,block=32", weights="int8-dynamic", calibration=str(tmp_path))
+    asked = job(folder, scheme="nuq3,residual=0,block=32", weights="int8-dynamic", calibration=str(tmp_path))
     assert peak_module.run(asked).what  # the process of its own does the same
 
 
@@ -715,7 +719,7 @@ def test_an_interruption_says_how_to_go_on(folder: str, tmp_path: Path, monkeypa
 
 
 def test_a_command_whose_caches_all_fail_fails(folder: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(speed_module, "Lane", lambda *_: SimpleNamespace(name=EXACT, reading=None, model=None))
+    monkeypatch.setattr(speed_module, "Runner", lambda *_: SimpleNamespace(name=EXACT, reading=None, model=None))
     code, output = run("bench", folder, "--context", "64", "--schemes", "hf:dynamic", "--no-peak")
     assert code == 2 and "every cache failed" in output and "hf:dynamic: failed: AttributeError" in output
 
@@ -734,7 +738,7 @@ def test_scripts_write_what_the_tables_are_made_of(
     common, module = importlib.import_module("common"), importlib.import_module(script)
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(module, "require_green", lambda *tests: None, raising=False)
-    monkeypatch.setattr(bench_module, "peak_of", lambda errand: Peak("made up", 10**9))
+    monkeypatch.setattr(bench_module, "peak_of", lambda job: Peak("made up", 10**9))
     contexts = ["--contexts", "64", "--dtypes", "float32"]
     monkeypatch.setattr(bench_module, "prose", lambda: TEXT)
     monkeypatch.setattr("sys.argv", [f"{script}.py", "--model", folder, *contexts, *arguments])

@@ -62,6 +62,11 @@ def measure(model: Any, *schemes: str, **options: Any) -> dict[tuple[str, str], 
     return {(row["scheme"], row["regime"]): row for row in rows}
 
 
+def refuse(*_: Any) -> None:
+    """A report of progress that must not come."""
+    raise AssertionError("something was measured")
+
+
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
@@ -369,11 +374,10 @@ def test_a_peer_without_its_library_is_a_row(llama: PreTrainedModel, monkeypatch
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, schemes: Any, options: Any, message: str
+    llama: PreTrainedModel, schemes: Any, options: Any, message: str
 ) -> None:
-    monkeypatch.setattr(quality, "_Run", None)  # nothing runs
     with pytest.raises((TypeError, ValueError), match=message):
-        measure(llama, *schemes, **options)
+        measure(llama, *schemes, report=refuse, **options)
 
 
 @pytest.mark.parametrize(
@@ -408,24 +412,21 @@ def test_a_scheme_that_would_pack_nothing_is_refused(scheme: str, length: int, c
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(65, 16), (261, 20), (150, 7)])
-def test_what_is_refused_and_what_is_packed_agree(llama: PreTrainedModel, length: int, chunk: int) -> None:
-    """The guard counts from the scheme alone; here it is held against the blocks that were read."""
-    for residual in range(0, length, 16):
-        scheme = f"int4,residual={residual},block=32"
+def test_what_is_refused_and_what_is_packed_agree(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, length: int, chunk: int
+) -> None:
+    """The guard counts from the scheme alone; here it stands aside, and the blocks that were read are counted."""
+    guard, schemes = guards.refuse_unpacked, [f"int4,residual={residual},block=32" for residual in range(0, length, 16)]
+    monkeypatch.setattr(guards, "refuse_unpacked", lambda *_: None)
+    rows = measure(llama, *schemes, ids=zoo.prompt(1, length), chunk=chunk)
+    for scheme in schemes:
+        row = rows[scheme, "chunked"]
         try:
-            guards.refuse_unpacked(scheme, length, chunk)
+            guard(scheme, length, chunk)
         except ValueError:
-            row = quality._Run  # the guard aside, nothing may have been packed
-            job = _job(llama, length, chunk)
-            run = row(job, scheme, "chunked")
-            run.over_all(keep=True)
-            assert run.packed.share == 0, scheme
+            assert "nothing was packed" in row["error"], scheme
         else:
-            assert measure(llama, scheme, ids=zoo.prompt(1, length), chunk=chunk)[scheme, "chunked"]["packed_share"] > 0
-
-
-def _job(model: Any, length: int, chunk: int) -> Any:
-    return quality._Job(model, zoo.prompt(1, length), chunk, None, [], None, None)
+            assert row["packed_share"] > 0, scheme
 
 
 def test_the_share_of_packed_keys_is_counted_and_a_small_one_flagged(llama: PreTrainedModel) -> None:
@@ -533,18 +534,15 @@ def test_an_interrupted_run_keeps_what_is_finished(llama: PreTrainedModel, tmp_p
     assert not attached(llama)
 
 
-def test_finished_rows_are_not_measured_again(
-    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_rows_are_not_measured_again(llama: PreTrainedModel, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     first = measure(llama, SCHEME, "int4,layers[9]=int8,residual=16,block=32", json=file)
     assert "error" in first["int4,layers[9]=int8,residual=16,block=32", "chunked"]
     more = measure(llama, SCHEME, "exact", one_shot=True, json=file)  # other schemes and regimes go into the same file
     assert more[SCHEME, "chunked"] == first[SCHEME, "chunked"] and ("exact", "one-shot") in more
-    monkeypatch.setattr(quality, "_Run", None)
-    assert measure(llama, SCHEME, "exact", one_shot=True, json=file) == more
-    with pytest.raises(TypeError):  # one that failed is tried again
-        measure(llama, "int4,layers[9]=int8,residual=16,block=32", json=file)
+    assert measure(llama, SCHEME, "exact", one_shot=True, json=file, report=refuse) == more
+    with pytest.raises(AssertionError, match="something was measured"):  # one that failed is tried again
+        measure(llama, "int4,layers[9]=int8,residual=16,block=32", json=file, report=refuse)
 
 
 @pytest.mark.parametrize(
@@ -579,12 +577,10 @@ def test_another_model_of_the_same_shape_is_refused(llama: PreTrainedModel, tmp_
         measure(other, "exact", json=file)
 
 
-def test_a_calibration_is_checked_before_anything_runs(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_is_checked_before_anything_runs(llama: PreTrainedModel) -> None:
     found = kvbits.calibrate(llama, zoo.prompt(2, 160), "nuq3")
-    monkeypatch.setattr(quality, "_Run", None)
     with pytest.raises(ValueError, match="not for this model"):
-        measure(zoo.build("qwen2"), "nuq3,residual=16,block=32", calibration=found)
-    monkeypatch.undo()
+        measure(zoo.build("qwen2"), "nuq3,residual=16,block=32", calibration=found, report=refuse)
     row = measure(llama, "nuq3,residual=16,block=32", calibration=found)["nuq3,residual=16,block=32", "chunked"]
     assert 0 < row["kl_mean"] < 2
 

@@ -185,7 +185,7 @@ def test_exact_ends_are_those_of_the_live_cache(scheme: str, tokens: int) -> Non
     cache = caches.make(model, scheme)
     zoo.feed(model, cache, zoo.prompt(1, tokens), torch.ones(1, tokens), (tokens,))
     first, last = caches.exact_ends(cache)
-    packed = caches.packed_tokens(scheme, tokens)
+    packed = caches.would_pack(scheme, tokens)
     core = cache.layers[0].core
     late = max(len(layer.core.late[0]) if layer.core.late else 0 for layer in cache.layers)
     assert first == min(tokens, kvbits.Scheme.parse(scheme).sinks)
@@ -201,7 +201,7 @@ def test_exact_caches_and_peers() -> None:
         zoo.feed(model, cache, ids, torch.ones(1, 200), (120, 50, 30))
         found[name] = caches.exact_ends(cache)
     assert found == {"exact": (200, 200), "hf:dynamic": (200, 200), "hf:fp8": (0, 0)}
-    assert [caches.packed_tokens(name, 200) for name in found] == [0, 0, 200]
+    assert [caches.would_pack(name, 200) for name in found] == [0, 0, 200]
 
 
 @pytest.mark.parametrize("name", ("hf:fp8", "hf:quanto4", "hf:hqq4", "int4,residual=0,block=32", "hf:dynamic"))
@@ -286,9 +286,9 @@ def test_agreement_counts_what_the_exact_cache_hits(
     hits = {"exact": [True, True, False, True], "int4": [True, False, True, False]}
     plan = Plan(("passkey",), (420,), (0.5,), repeats=4)
     one = measured(llama, characters, plan, ["int4", "exact"])
-    turn = iter([*hits["exact"], *hits["int4"]])
+    given = iter([*hits["exact"], *hits["int4"]])
     score = Scorer.score
-    monkeypatch.setattr(Scorer, "score", lambda *given: score(*given)._replace(hit=next(turn)))
+    monkeypatch.setattr(Scorer, "score", lambda *asked: score(*asked)._replace(hit=next(given)))
     exact, int4 = one.run(Results("retrieval", one.setting()))
     assert (exact["agreement"], int4["agreement"]) == (1, pytest.approx(1 / 3))
     assert (exact["accuracy"], int4["accuracy"]) == (0.75, 0.5)
@@ -362,7 +362,7 @@ def test_settings_that_measure_nothing_are_told(llama: Any, characters: Any) -> 
     schemes = ["exact", "int4,residual=500", "int4,residual=40,block=32"]
     (told,) = measured(llama, characters, plan, schemes).warnings()
     assert told.startswith("int4,residual=500 packs nothing of 420 tokens") and "give more than 631" in told
-    assert caches.packed_tokens(schemes[1], 631) == 0 < caches.packed_tokens(schemes[1], 632)
+    assert caches.would_pack(schemes[1], 631) == 0 < caches.would_pack(schemes[1], 632)
     short = Measurement(llama, characters, "The sea is deep. " * 10, ["exact"], plan)
     free = short.prompts.free("passkey", 900)
     assert 170 < free < 900

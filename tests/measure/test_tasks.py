@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 import kvbits
 import zoo
 from kvbits.cli import app
-from kvbits.measure import held, plug, task_data
+from kvbits.measure import task_data
+from kvbits.measure.bits import stored
 from kvbits.measure.caches import make
-from kvbits.measure.held import Tally
+from kvbits.measure.packed import Tally, packed_share
 from kvbits.measure.pairs import pair_rows, paired
 from kvbits.measure.results import Results
 
@@ -224,10 +225,10 @@ def test_shares_and_bits_of_caches(llama: Any) -> None:
     tokens = zoo.prompt(2, 200)
     for name, share, bits in (("exact", 0, 32), ("hf:dynamic", 0, 32), (PACKED, 192 / 200, None), ("hf:fp8", 1, 8)):
         cache = make(llama, name)
-        assert held.packed_share(cache) == 0 and held.stored(cache)[1] == 0
+        assert packed_share(cache) == 0 and stored(cache)[1] == 0
         zoo.feed(llama, cache, tokens, torch.ones_like(tokens), (150, 50))
-        nbytes, elements = held.stored(cache)
-        assert held.packed_share(cache) == pytest.approx(share)
+        nbytes, elements = stored(cache)
+        assert packed_share(cache) == pytest.approx(share)
         assert elements == 2 * 2 * 2 * 2 * 8 * 200  # layers, sides, rows, heads, channels
         if bits is not None:
             assert bits <= 8 * nbytes / elements < bits * 1.2  # room to grow
@@ -601,28 +602,12 @@ def test_the_harness_command_gets_its_arguments_and_our_model(
     assert code == 0 and seen == ["lm_eval", *handed]
 
 
-def test_plain_lm_eval_knows_the_model_once_it_is_plugged_in(tmp_path: Path) -> None:
-    code = "import site, sys; site.addsitedir(sys.argv[1]); import lm_eval.models; "
-    code += "from lm_eval.api.registry import get_model, model_registry; print('kvbits' in model_registry); "
-    code += "print(get_model('kvbits').__name__ if 'kvbits' in model_registry else '-', get_model('dummy').__name__)"
-
-    def lm_eval() -> str:
-        return subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
-        ).stdout
-
-    assert lm_eval() == "False\n- DummyLM\n"
-    path = plug.install(tmp_path)
-    assert lm_eval() == "True\nKvbitsLM DummyLM\n"
-    assert plug.remove(tmp_path) == path and not path.exists()
-    with pytest.raises(FileNotFoundError, match="kvbits is not plugged in here"):
-        plug.remove(tmp_path)
-
-
-def test_the_commands_that_plug_and_unplug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert run("lm-eval", "--plug-in")[0] == 0 and list(tmp_path.glob("*.pth"))
-    code, output = run("lm-eval", "--unplug")
-    assert code == 0 and output.startswith("removed ") and not list(tmp_path.glob("*.pth"))
-    code, output = run("lm-eval", "--unplug")
-    assert code == 2 and "kvbits is not plugged in here" in output
+def test_importing_the_harness_module_is_what_adds_the_model_to_its_table() -> None:
+    """In a process of its own, where nothing of ours is imported yet."""
+    code = (
+        "import lm_eval.models; from lm_eval.api.registry import get_model, model_registry as known; "
+        "print('kvbits' in known); import kvbits.measure.harness; "
+        "print(get_model('kvbits').__name__, get_model('dummy').__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "False\nKvbitsLM DummyLM\n"

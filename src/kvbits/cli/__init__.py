@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 try:
     import typer
@@ -50,7 +51,7 @@ def _options(
     """The KV cache of language models in 2 to 8 bits, and attention straight from the stored bits."""
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "demo": generate.demo,
     "generate": generate.generate,
     "chat": chat.chat,
@@ -90,5 +91,5 @@ def main() -> None:
         sys.stderr.close()
         raise SystemExit(141) from None
     except OSError as error:  # a full disk behind standard output, which is written to once more at the end
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         raise SystemExit(f"error: {reason(error)}") from None

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import torch
 import typer
@@ -24,6 +24,9 @@ from rich.progress import (
 )
 from rich.status import Status
 
+if TYPE_CHECKING:
+    from kvbits.measure.text import Text
+
 out, err = Console(), Console(stderr=True)
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or smollm2, the embedded small model.")]
@@ -33,6 +36,9 @@ Device = Annotated[str, typer.Option(help="Device for the model, such as cpu, cu
 Calibrated = Annotated[
     Path | None, typer.Option("--calibration", help="Folder that 'kvbits calibrate' wrote, for schemes that need one.")
 ]
+
+
+_T = TypeVar("_T")
 
 
 def load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
@@ -129,8 +135,8 @@ def going_on(file: Path | None) -> Iterator[None]:
         raise
 
 
-def read_source(file: Path | None, field: str | None = None) -> Any:
-    """A :class:`kvbits.measure.text.Text`: of a file, or Python's help topics."""
+def read_source(file: Path | None, field: str | None = None) -> Text:
+    """The text of a file, or Python's help topics."""
     from kvbits.measure import text
 
     return text.builtin() if file is None else attempt(text.read, file, field)
@@ -168,7 +174,7 @@ def topics() -> str:
     return "\n\n".join(topics[name] for name in ("objects", "execmodel", "exceptions", "types"))[:20_000]
 
 
-def attempt(function: Callable[..., Any], *args: Any, what: str = "", **kwargs: Any) -> Any:
+def attempt(function: Callable[..., _T], *args: Any, what: str = "", **kwargs: Any) -> _T:
     """Call; turn what a user can cause into one message, with ``what`` before it, and exit status 2."""
     try:
         return function(*args, **kwargs)

@@ -39,8 +39,13 @@ WIDE_COLUMNS = 150
 """A terminal so wide has room for every figure."""
 
 
+def _moved(given: str | None) -> None:
+    """Name the commands to a user of options that 'kvbits eval' once had."""
+    if given is not None:
+        fail("tasks have a command of their own, 'kvbits tasks', and so has retrieval, 'kvbits retrieval'")
+
+
 def evaluate(
-    context: typer.Context,
     model: Model,
     schemes: Annotated[
         str | None,
@@ -60,17 +65,14 @@ def evaluate(
     length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 1024,
     placement: Annotated[str, typer.Option(help="Windows: spread over the text, or from its start.")] = "spread",
     one_shot: Annotated[bool, typer.Option(help="Show the flattering regime too: a window in one forward.")] = False,
-    tasks: Annotated[str | None, typer.Option(help="Score these tasks instead, as 'kvbits tasks' does.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder with local files for the tasks.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many samples of each task.")] = None,
-    hidden: Annotated[
-        str | None,
-        typer.Option("--retrieval", help="Hide facts in the text and ask for them, as 'kvbits retrieval' does."),
-    ] = None,
     dtype: DType = "auto",
     device: Device = "cpu",
     calibration: Calibrated = None,
     json_file: JsonFile = None,
+    moved: Annotated[
+        str | None,
+        typer.Option("--tasks", "--data", "--limit", "--retrieval", hidden=True, is_eager=True, callback=_moved),
+    ] = None,
 ) -> None:
     """Measure how close schemes stay to the exact cache: divergence, perplexity, same first choice, real bits.
 
@@ -78,12 +80,6 @@ def evaluate(
     hf:hqq8, hf:hqq4, hf:hqq2, hf:fp8. hf:dynamic, the exact one, is always there: all are compared with it, and its
     own row is the noise floor.
     """
-    if tasks is not None or hidden is not None:
-        _refuse_unused(context, "--tasks" if hidden is None else "--retrieval")
-        _elsewhere(model, schemes, tasks, data, limit, hidden, text, chunk, dtype, device, calibration, json_file)
-        return
-    if data is not None or limit is not None:
-        fail("--data and --limit are for --tasks")
     check_model(model, dtype, device)
     names = _names(schemes, calibration is not None, length, chunk)
     if calibration is not None:
@@ -113,39 +109,6 @@ def evaluate(
         out.print(f"written to {json_file}", markup=False, highlight=False, soft_wrap=True)
     if names and not any(results.find(scheme=name) for name in names):
         fail("every scheme failed; the reasons stand above")
-
-
-def _elsewhere(
-    model: str, schemes: str | None, tasks: str | None, data: Path | None, limit: int | None, hidden: str | None,
-    text: Path | None, chunk: int, dtype: str, device: str, calibration: Path | None, json_file: Path | None,
-) -> None:  # fmt: skip
-    """Tasks and retrieval, which have commands with more options of their own."""
-    from kvbits.cli.retrieval import retrieval
-    from kvbits.cli.tasks import tasks as score
-
-    common = {"chunk": chunk, "dtype": dtype, "device": device, "calibration": calibration, "json_file": json_file}
-    if schemes is not None:
-        common["schemes"] = schemes
-    if tasks is not None:
-        score(model, tasks, data=data, limit=limit, **common)
-    else:
-        retrieval(model, tasks=hidden or "", haystack=text, **common)
-
-
-def _refuse_unused(context: typer.Context, what: str) -> None:
-    """End with a message for options that say nothing of what is measured elsewhere."""
-    if context.params["tasks"] is not None and context.params["hidden"] is not None:
-        fail("give --tasks or --retrieval, not both: their results are of two kinds")
-    used = {"--tasks": {"tasks", "data", "limit"}, "--retrieval": {"hidden", "text"}}[what] | _EVERYWHERE
-    for option in context.command.params:
-        source = context.get_parameter_source(str(option.name))
-        if option.name not in used and source is not None and source.name == "COMMANDLINE":
-            command = {"--tasks": "tasks", "--retrieval": "retrieval"}[what]
-            fail(f"{option.opts[0]} says nothing of {what}; leave it out, and see 'kvbits {command} --help'")
-
-
-_EVERYWHERE = {"model", "schemes", "chunk", "dtype", "device", "calibration", "json_file"}
-"""Options of every kind of measurement."""
 
 
 def _names(schemes: str | None, calibrated: bool, length: int, chunk: int) -> list[str]:

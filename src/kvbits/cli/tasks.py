@@ -126,27 +126,13 @@ def _cell(row: dict[str, Any]) -> str:
     return value if row["p_value"] is None else f"{value}\n+{row['wins']} -{row['losses']} p={row['p_value']:.2g}"
 
 
-def lm_eval(
-    context: typer.Context,
-    plug_in: Annotated[bool, typer.Option("--plug-in", help="Let plain 'lm_eval --model kvbits' work here.")] = False,
-    unplug: Annotated[bool, typer.Option("--unplug", help="End that.")] = False,
-) -> None:
+def lm_eval(context: typer.Context) -> None:
     """Run lm_eval, the command of lm-evaluation-harness, with --model kvbits; all other options are its own.
 
     kvbits lm-eval --tasks hellaswag --model_args pretrained=MODEL,scheme=nuq3-1%,calibration=DIR
-
-    The harness finds models in a table of its own, which packages cannot add to; --plug-in writes a file into this
-    Python environment that does.
     """
-    from kvbits.measure import plug
-
-    if plug_in:
-        out.print(f"lm_eval --model kvbits works from now on: {attempt(plug.install)}", soft_wrap=True)
-    elif unplug:
-        out.print(f"removed {attempt(plug.remove)}", soft_wrap=True)
-    else:
-        try:
-            from kvbits.measure.harness import main
-        except ImportError as error:
-            fail(str(error))
-        attempt(main, context.args)
+    try:
+        from kvbits.measure.harness import main
+    except ImportError as error:
+        fail(str(error))
+    attempt(main, context.args)

@@ -23,14 +23,14 @@ from kvbits.measure import caches
 from kvbits.measure import weights as kinds
 from kvbits.measure.breakeven import with_break_even
 from kvbits.measure.caches import EXACT
-from kvbits.measure.lane import Reading
 from kvbits.measure.memory import Peak
-from kvbits.measure.peak import Errand, peak_here, peak_of
+from kvbits.measure.peak import PeakJob, peak_here, peak_of
 from kvbits.measure.prompts import Prompts
 from kvbits.measure.results import Results
 from kvbits.measure.room import Shapes, refuse_unless_it_fits, room
+from kvbits.measure.runner import Reading
 from kvbits.measure.setting import model_name, setting
-from kvbits.measure.speed import QUANTO4, WARM_TURNS, measure, reason, work_tokens
+from kvbits.measure.speed import QUANTO4, WARM_ROUNDS, measure, reason, work_tokens
 from kvbits.measure.text import prose
 
 _LEAST = {"contexts": 2, "batches": 1, "steps": 4, "prefills": 1, "chunk": 1}
@@ -261,7 +261,7 @@ class _Run:
     def _peak(self, model: PreTrainedModel, cell: Cell, name: str, warnings: list[str]) -> dict[str, Any]:
         """Columns of a row; ``warnings`` gets the reason where there is no figure."""
         if model.device.type == "cpu":
-            peak = peak_of(self._errand(cell, name))
+            peak = peak_of(self._job(cell, name))
         else:
             try:
                 peak = peak_here(model, name, self._reading(cell), self.calibration)
@@ -271,9 +271,9 @@ class _Run:
             warnings.append(f"no peak memory: {peak.what}")
         return {"peak_bytes": peak.nbytes, "peak_of": peak.what}
 
-    def _errand(self, cell: Cell, name: str) -> Errand:
+    def _job(self, cell: Cell, name: str) -> PeakJob:
         bench, folder = self.bench, self.bench.calibration
-        return Errand(
+        return PeakJob(
             model=bench.model,
             dtype=self.dtype,
             weights=cell.weights,
@@ -299,7 +299,7 @@ class _Run:
     def _hint(self, model: PreTrainedModel, cell: Cell) -> str:
         """What may be behind an error, for a model whose positions are fitted and end."""
         longest = _positions(model)
-        if longest is None or cell.context + WARM_TURNS + self.bench.steps <= longest:
+        if longest is None or cell.context + WARM_ROUNDS + self.bench.steps <= longest:
             return ""
         return f" (the steps after the prompt pass the {longest:,} positions of this model: give a shorter context)"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -54,6 +55,31 @@ def bits_per_element(cache: Cache, elements: int) -> float | None:
         return cache.bits_per_element or None
     full = [x for x in cache.layers if type(x) is DynamicLayer or isinstance(cache, QuantizedCache)]
     return 8 * sum(map(storage_bytes, full)) / elements if elements else None
+
+
+def stored(cache: Cache) -> tuple[int, int]:
+    """Bytes that a cache has allocated, and the elements of K and V that they stand for.
+
+    Of a kvbits cache only the layers that it packs count, as in :attr:`kvbits.KVCache.bits_per_element`.
+    """
+    if isinstance(cache, KVCache):
+        count = cache.nbytes
+        return count.total - count.other, sum(layer.core.elements for layer in cache.packed_layers)
+    return sum(map(storage_bytes, cache.layers)), sum(_elements(layer) for layer in cache.layers)
+
+
+def _elements(layer: Any) -> int:
+    """Elements of K and V in a layer of Transformers' own."""
+    names = ("keys", "values", "_quantized_keys", "_quantized_values")
+    return sum(_numel(getattr(layer, name, None)) for name in names)
+
+
+def _numel(states: Any) -> int:
+    """Of a tensor, of a quantized one, or of what a backend keeps in its place: codes and how to read them."""
+    if isinstance(states, tuple):
+        codes, reading = states
+        return math.prod(reading["shape"]) if isinstance(reading, dict) else _numel(codes)
+    return states.numel() if isinstance(states, torch.Tensor) else 0
 
 
 def bits_at(cache: Cache, tokens: int = LONG_TOKENS) -> float | None:

@@ -20,7 +20,7 @@ from kvbits.hf.attach import cache_for
 from kvbits.hf.cache import KVCache
 from kvbits.hf.layer import PackedLayer
 from kvbits.hf.stock import storage_bytes
-from kvbits.schemes.scheme import Scheme
+from kvbits.schemes.scheme import RESIDUAL_TOKENS, Scheme
 
 EXACT = "hf:dynamic"
 """The peer that all others are compared with: Transformers' exact cache, one ``torch.cat`` a step."""
@@ -107,7 +107,7 @@ def _calibrates(name: str) -> bool:
 
 
 def nbytes(cache: Cache) -> int:
-    """Bytes that a cache really holds, growth slack and exact tokens included."""
+    """Bytes that a cache really holds, spare room and exact tokens included."""
     return cache.nbytes.total if isinstance(cache, KVCache) else sum(map(storage_bytes, cache.layers))
 
 
@@ -147,19 +147,24 @@ def exact_ends(cache: Cache) -> tuple[int, int]:
     tokens, ends = cache.get_seq_length(), []
     for layer in cache.layers:
         if isinstance(layer, PackedLayer) and layer.core.scheme.packs and layer.core.held:
-            held, late = layer.core.held[0], len(layer.core.late[0]) if layer.core.late else 0
-            first = min(held, layer.core.sinks)
-            ends.append((first, held - first - late))
+            exact, late = layer.core.held[0], len(layer.core.late[0]) if layer.core.late else 0
+            first = min(exact, layer.core.sinks)
+            ends.append((first, exact - first - late))
         elif isinstance(layer, DynamicLayer) and isinstance(cache, QuantizedCache):  # no sinks; packed when it is full
             residual = layer.keys
             ends.append((0, residual.shape[-2] if residual is not None and residual.ndim == 4 else 0))
     return min(ends, default=(tokens, tokens), key=sum)
 
 
-def packed_tokens(name: str, tokens: int) -> int:
+def exact_tokens(scheme: Scheme) -> int:
+    """How many tokens a scheme keeps exact at least: sinks, late sinks and residual."""
+    residual = RESIDUAL_TOKENS if scheme.residual is None else scheme.residual
+    return scheme.sinks + scheme.late_sinks + residual
+
+
+def would_pack(name: str, tokens: int) -> int:
     """How many of so many tokens a cache of this name packs; of a peer, which keeps no sinks, all."""
     if name.startswith("hf:"):
         return 0 if name == EXACT else tokens
     scheme = Scheme.parse(name)
-    exact = scheme.sinks + scheme.late_sinks + (scheme.residual or 0)
-    return max(0, (tokens - exact) // scheme.block * scheme.block) if scheme.packs else 0
+    return max(0, (tokens - exact_tokens(scheme)) // scheme.block * scheme.block) if scheme.packs else 0

@@ -12,14 +12,6 @@ from transformers.cache_utils import QuantizedLayer
 from kvbits.hf.cache import KVCache
 
 
-def packed_tokens(cache: Cache) -> int:
-    """Tokens that stand packed, summed over rows and layers: more of them than before means that a step packed."""
-    if isinstance(cache, KVCache):
-        stores = ((layer.core.store, layer.core.scheme.block) for layer in cache.packed_layers)
-        return sum(block * sum(store.counts) for store, block in stores if store is not None)
-    return sum(layer.get_seq_length() - _residual(layer) for layer in _requantizing(cache))
-
-
 def tokens_to_flush(cache: Cache) -> int | None:
     """How many more tokens until a step packs, that step's own included; None where none ever will.
 
@@ -32,8 +24,8 @@ def tokens_to_flush(cache: Cache) -> int | None:
     for core in (layer.core for layer in cache.packed_layers):
         residual = core.scheme.residual
         if core.scheme.packs and residual is not None:
-            exact = core.sinks + core.late_sinks + residual
-            found.append(exact + core.scheme.block - max(core.held, default=0))
+            first = core.sinks + core.late_sinks + residual + core.scheme.block
+            found.append(first - max(core.held, default=0))
     return min(found, default=None)
 
 

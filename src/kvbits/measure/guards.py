@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 from transformers import Cache, PreTrainedModel
 
-from kvbits.hf.cache import KVCache
 from kvbits.hf.explain import reason
-from kvbits.hf.layer import PackedLayer
-from kvbits.schemes.scheme import BLOCKS, RESIDUAL_TOKENS, Scheme
-
-FEW_PACKED = 0.5
-"""Below this share of packed keys among those attended to, a figure is mostly of the exact ones."""
+from kvbits.measure import caches
+from kvbits.measure.packed import packing_layers
+from kvbits.schemes.scheme import BLOCKS, Scheme
 
 SLOW = ("decoded", "kernel reference")
 """What computes attention where no fast kernel does."""
@@ -51,8 +47,7 @@ def refuse_unpacked(name: str, length: int, chunk: int) -> None:
     scheme = Scheme.parse(name)
     if not scheme.packs and not scheme.overrides:
         return
-    residual = RESIDUAL_TOKENS if scheme.residual is None else scheme.residual
-    exact = scheme.sinks + scheme.late_sinks + residual
+    exact = caches.exact_tokens(scheme)
     seen = (math.ceil(length / chunk) - 1) * chunk  # by the last chunk, of the cache
     if seen >= exact + scheme.block:
         return
@@ -72,63 +67,13 @@ def _with_fewer_exact(scheme: Scheme) -> Scheme:
     raise AssertionError(f"{scheme} fits no block")  # the scheme itself has one
 
 
-class Packed(NamedTuple):
-    """How much of a cache a run has really put to use.
-
-    Attributes:
-        read, attended: keys that queries attended to: those in packed blocks, and all; means over layers that pack.
-    """
-
-    read: float = 0.0
-    attended: float = 0.0
-
-    @property
-    def share(self) -> float | None:
-        """Of the keys attended to, those that were packed; None before any."""
-        return self.read / self.attended if self.attended else None
-
-    def after(self, cache: Cache, seen: int, queries: int) -> Packed:
-        """With ``queries`` more tokens, about to attend to ``seen`` in the cache and to each other."""
-        packing = _packing_layers(cache)
-        if not packing:
-            return self
-        stores = [(layer.core.store, layer.core.scheme.block) for layer in packing]
-        tokens = [store.longest * block for store, block in stores if store is not None]
-        mean = sum(tokens) / len(tokens) if tokens else 0.0
-        attended = queries * seen + queries * (queries + 1) / 2
-        return Packed(self.read + queries * mean, self.attended + attended)
-
-
-def packed_layers(cache: Cache) -> int:
-    """Layers in which kvbits has packed anything."""
-    stores = [layer.core.store for layer in _packing_layers(cache)]
-    return sum(store is not None and store.longest > 0 for store in stores)
-
-
-def _packing_layers(cache: Cache) -> list[PackedLayer]:
-    """Layers of a kvbits cache whose scheme packs; none of a peer."""
-    layers = cache.packed_layers if isinstance(cache, KVCache) else []
-    return [layer for layer in layers if layer.core.scheme.packs]
-
-
-def few_packed(packed: Packed) -> list[str]:
-    """A warning where most of what was read was never packed."""
-    share = packed.share
-    if share is None or share >= FEW_PACKED:
-        return []
-    return [
-        f"only {100 * share:.0f} % of the keys that queries attended to were packed, the others exact: a greater "
-        "length, or a smaller residual, shows more of the scheme"
-    ]
-
-
 def slow_kernels(model: PreTrainedModel, cache: Cache) -> list[str]:
     """A warning for each way in which layers computed attention without a fast kernel, and why.
 
     The reasons are those of the last forward, if its traces were asked for them.
     """
     found: dict[str, list[str]] = {}
-    for layer in _packing_layers(cache):
+    for layer in packing_layers(cache):
         if layer.trace.outcome in SLOW:
             text = f"{layer.trace.outcome}: {reason(model, layer.trace.outcome, layer.trace.kernels)}"
             found.setdefault(text, []).append(layer.name)
@@ -140,5 +85,5 @@ def slow_kernels(model: PreTrainedModel, cache: Cache) -> list[str]:
 
 def ask_for_reasons(cache: Cache) -> None:
     """Let the next forward note what each kernel says of it."""
-    for layer in _packing_layers(cache):
+    for layer in packing_layers(cache):
         layer.trace.asked = True

@@ -4,7 +4,7 @@ The harness's own ``HFLM`` scores a text in one forward without a cache, which n
 change. Here all but the last token of a context is read into a cache first, some tokens at a time, and is packed as in
 any use of that cache. The last one and the continuation follow in steps, so every token that is scored or generated
 has been predicted from what is stored. Everything else (tokenizers, truncation, chat templates, stop sequences) is
-``HFLM``'s. What was scored over a context so short that nothing was packed is counted: see :mod:`kvbits.measure.held`.
+``HFLM``'s. Answers over contexts so short that nothing was packed are counted: see :mod:`kvbits.measure.packed`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from kvbits.files import Calibration, load_calibration
 from kvbits.hf.cache import KVCache
 from kvbits.hf.loading import where
 from kvbits.hf.names import cache_name
-from kvbits.measure import caches, held
+from kvbits.measure import caches
+from kvbits.measure.packed import Tally, packed_share
 from kvbits.measure.setting import CHUNK_TOKENS
 from kvbits.schemes.catalogue import RECOMMENDED
 
@@ -148,7 +149,7 @@ class KvbitsLM(HFLM):
         self.scheme, self.calibration = caches.check(",".join(spelled), calibration is not None), calibration
         if not isinstance(chunk, int) or chunk < 0:
             raise ValueError(f"chunk={chunk!r}: give a number of tokens, or 0 for all at once")
-        self.chunk, self.tally = chunk, held.Tally()
+        self.chunk, self.tally = chunk, Tally()
         if isinstance(pretrained, str):
             pretrained, file = where(pretrained)
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -235,7 +236,7 @@ class KvbitsLM(HFLM):
     def _read_tails(self, reader: _Reader, tails: list[tuple[int, ...]], asked: list[list[_Request]]) -> float:
         """Score every row's requests while its tail is read; the largest share that was packed meanwhile."""
         done, most = 0, 0.0
-        share = held.packed_share(reader.cache)
+        share = packed_share(reader.cache)
         for logits in reader.read(*_padded(tails)):
             logprobs = log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
             best = logprobs.argmax(-1)
@@ -250,7 +251,7 @@ class KvbitsLM(HFLM):
             if any(math.isnan(request.total) for requests in asked for request in requests):
                 raise ValueError("the model has no answer: its log probabilities are NaN")
             done, most = end, max(most, share)
-            share = held.packed_share(reader.cache)
+            share = packed_share(reader.cache)
         return most
 
     # -- generation ------------------------------------------------------------------------------------------------
@@ -276,11 +277,11 @@ class KvbitsLM(HFLM):
             ids, mask = (x[:, :-1].repeat_interleave(copies, 0).cpu() for x in (context, text))
             _Reader(self, cache, rows * copies).read_past(ids, mask)
         self.tally.read(cache)
-        before = held.packed_share(cache)
+        before = packed_share(cache)
         out: torch.Tensor = super()._model_generate(
             context, max_length, stop, **{**generation_kwargs, cache_name(self.model): cache}
         )
-        after = held.packed_share(cache)
+        after = packed_share(cache)
         self.tally.kernels.add(caches.kernels(cache))
         self.tally.predicted((before + after) / 2, rows * (out.shape[1] - context.shape[1]))
         self.tally.answered(after, rows)

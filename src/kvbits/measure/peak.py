@@ -3,7 +3,7 @@
 On a CPU a peak is of a whole process, so each is measured in a process of its own, which loads the model and lets its
 peak begin at what it then holds. On CUDA torch counts for itself, and it is measured in this process.
 
-Run as a module, this file is that process: it reads one :class:`Errand` as JSON and prints a peak.
+Run as a module, this file is that process: it reads one :class:`PeakJob` as JSON and prints a peak.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from kvbits.files import Calibration, load_calibration
 from kvbits.hf.attach import enable
 from kvbits.hf.loading import load_model
-from kvbits.measure.lane import Lane, Reading
 from kvbits.measure.memory import Peak, peak_memory
 from kvbits.measure.prompts import Prompts
+from kvbits.measure.runner import Reading, Runner
 from kvbits.measure.weights import quantize
 
 STEPS = 2
@@ -32,7 +32,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True)
-class Errand:
+class PeakJob:
     """What a process of its own has to do.
 
     Attributes:
@@ -41,7 +41,7 @@ class Errand:
         scheme: see :mod:`kvbits.measure.caches`.
         calibration: a folder, or None.
         tokens: of the text.
-        batch, context, chunk: as in :class:`kvbits.measure.lane.Reading`.
+        batch, context, chunk: as in :class:`kvbits.measure.runner.Reading`.
         threads: of torch.
     """
 
@@ -57,9 +57,9 @@ class Errand:
     threads: int
 
 
-def peak_of(errand: Errand) -> Peak:
-    """Run an errand in a process of its own. Where that process fails, there are no bytes, and ``what`` says why."""
-    command, given = [sys.executable, "-m", __name__], json.dumps(dataclasses.asdict(errand))
+def peak_of(job: PeakJob) -> Peak:
+    """Run an job in a process of its own. Where that process fails, there are no bytes, and ``what`` says why."""
+    command, given = [sys.executable, "-m", __name__], json.dumps(dataclasses.asdict(job))
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return Peak(**json.loads(done.stdout.splitlines()[-1]))
@@ -74,29 +74,29 @@ def peak_here(
 ) -> Peak:
     """The same in this process, with a model that is there."""
     with torch.no_grad(), peak_memory(model.device) as peak:
-        lane = Lane(model, scheme, reading, calibration)
-        lane.prefill()
+        runner = Runner(model, scheme, reading, calibration)
+        runner.prefill()
         for _ in range(STEPS):
-            lane.step()
-        lane.flush()
+            runner.step()
+        runner.flush()
     return peak
 
 
-def run(errand: Errand) -> Peak:
-    """Load the model as the errand says, and measure."""
+def run(job: PeakJob) -> Peak:
+    """Load the model as the job says, and measure."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(errand.threads)
-    model = load_model(errand.model, dtype=getattr(torch, errand.dtype))
-    calibration = None if errand.calibration is None else load_calibration(errand.calibration)
+    torch.set_num_threads(job.threads)
+    model = load_model(job.model, dtype=getattr(torch, job.dtype))
+    calibration = None if job.calibration is None else load_calibration(job.calibration)
     if calibration is not None:
         enable(model, calibration=calibration)  # before the weights are others than those it was made for
-    quantize(model, errand.weights)
-    reading = Reading(Prompts(torch.tensor(errand.tokens)), errand.batch, errand.context, errand.chunk)
-    return peak_here(model, errand.scheme, reading, calibration)
+    quantize(model, job.weights)
+    reading = Reading(Prompts(torch.tensor(job.tokens)), job.batch, job.context, job.chunk)
+    return peak_here(model, job.scheme, reading, calibration)
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(run(Errand(**json.load(sys.stdin))))))
+    print(json.dumps(dataclasses.asdict(run(PeakJob(**json.load(sys.stdin))))))

@@ -34,12 +34,13 @@ from kvbits.calibration.text import longest_text, refuse_foreign, sample_ids
 from kvbits.files import Calibration, fingerprint, load_calibration
 from kvbits.hf.attach import attached, disable, refuse_unless_served
 from kvbits.hf.names import cache_name
-from kvbits.measure import guards
+from kvbits.measure import caches, guards
 from kvbits.measure.bits import LONG_TOKENS, bits_at, bits_per_element, elements
-from kvbits.measure.caches import EXACT, PEERS, check, installed, is_exact, make, nbytes, outcomes
+from kvbits.measure.caches import EXACT
 from kvbits.measure.divergence import Scores, divergence, log_probabilities
 from kvbits.measure.exact import ExactLogits
 from kvbits.measure.memory import Peak, peak_memory
+from kvbits.measure.packed import Attended, packed_layers
 from kvbits.measure.results import Results
 from kvbits.measure.setting import setting
 from kvbits.measure.text import windows_of
@@ -54,7 +55,7 @@ PIECE = 64
 
 def default_schemes() -> list[str]:
     """A short list that shows what there is: exact, the recommended, the usual, and a peer where one is installed."""
-    return ["exact", "default", "small", "int4", "kivi2", *(["hf:quanto4"] if installed("hf:quanto4") else [])]
+    return ["exact", "default", "small", "int4", "kivi2", *(["hf:quanto4"] if caches.installed("hf:quanto4") else [])]
 
 
 def measure(
@@ -140,7 +141,7 @@ def measure(
 
 def names_of(schemes: Sequence[str], calibrated: bool) -> list[str]:
     """The names to measure, each once; the exact cache of Transformers comes by itself. Raises as ``caches.check``."""
-    return [name for name in dict.fromkeys(check(name, calibrated) for name in schemes) if name != EXACT]
+    return [name for name in dict.fromkeys(caches.check(name, calibrated) for name in schemes) if name != EXACT]
 
 
 def refuse_dishonest(names: Sequence[str], length: int, chunk: int) -> None:
@@ -195,7 +196,7 @@ class _Job:
     ) -> None:
         self.model, self.ids, self.chunk, self.calibration, self.todo = model, ids, chunk, calibration, todo
         self.tell, self.report = tell, report
-        self.keep_attached, self.told = attached(model), set[str]()
+        self.keep_attached, self.said = attached(model), set[str]()
         self.exact, self.reference, self.elements = ExactLogits(*ids.shape), Scores(), 0
         self.wants_floor = (EXACT, CHUNKED) in todo
         # The exact run comes first in any case: an interrupted one kept its row, and not its logits.
@@ -237,7 +238,7 @@ class _Job:
     def _row(self, name: str, regime: str) -> dict[str, Any]:
         run = _Run(self, name, regime)
         run.over_all()
-        if regime == CHUNKED and not is_exact(name) and name not in PEERS and not run.packed.share:
+        if regime == CHUNKED and not caches.is_exact(name) and name not in caches.PEERS and not run.attended.share:
             raise ValueError(
                 f"nothing was packed, so there is nothing to measure: no layer of {type(self.model).__name__} that "
                 "kvbits stores has kept more than the scheme leaves exact"
@@ -261,17 +262,17 @@ class _Job:
             "peak_bytes": run.peak.nbytes,
             "seconds": run.seconds,
             "kernel": ", ".join(sorted(run.kernels - {"stock"} or {"stock"})),
-            "packed_share": run.packed.share,
-            "packed_layers": guards.packed_layers(run.cache),
+            "packed_share": run.attended.share,
+            "packed_layers": packed_layers(run.cache),
             "warnings": found,
             **({"missing": missing} if missing else {}),
         }
 
     def say(self, text: str) -> None:
         """Pass a warning on, once."""
-        if text in self.told:
+        if text in self.said:
             return
-        self.told.add(text)
+        self.said.add(text)
         if self.tell is None:
             warnings.warn(text, UserWarning, stacklevel=2)
         else:
@@ -289,7 +290,7 @@ class _Run:
 
     def __init__(self, job: _Job, name: str, regime: str) -> None:
         self.job, self.name, self.regime = job, name, regime
-        self.scores, self.packed, self.peak = Scores(), guards.Packed(), Peak("nothing has run yet")
+        self.scores, self.attended, self.peak = Scores(), Attended(), Peak("nothing has run yet")
         self.seconds, self.kv_bytes = 0.0, 0
         self.kernels: set[str] = set()
         self.cache: Cache = DynamicCache()
@@ -299,7 +300,7 @@ class _Run:
         ids, warm = self.job.ids, 2 * self.job.chunk
         for _ in self._forwards(ids[0, :warm], self.job.chunk):
             pass  # a first call compiles, loads and allocates what later ones find there
-        self.seconds, self.packed, self.kernels = 0.0, guards.Packed(), set()
+        self.seconds, self.attended, self.kernels = 0.0, Attended(), set()
         with peak_memory(self.job.model.device) as self.peak:
             for number, window in enumerate(ids):
                 step = self.job.chunk if self.regime == CHUNKED else len(window)
@@ -318,10 +319,10 @@ class _Run:
         self.cache = DynamicCache()  # the one before is gone when the next one is made
         if not self.job.keep_attached:
             disable(model)  # so that peers run on the stock attention; a kvbits cache attaches itself
-        self.cache = cache = make(model, self.name, self.job.calibration)
+        self.cache = cache = caches.make(model, self.name, self.job.calibration)
         for first in range(0, len(ids), step):
             given = ids[None, first : first + step].to(model.device)
-            self.packed = self.packed.after(cache, first, given.shape[1])
+            self.attended = self.attended.after(cache, first, given.shape[1])
             if last and first + step >= len(ids):
                 guards.ask_for_reasons(cache)
             start = _now(model.device)
@@ -329,16 +330,16 @@ class _Run:
             self.seconds += _now(model.device) - start
             if len(logits) != given.shape[1]:
                 raise ValueError(f"{type(model).__name__} gave logits for {len(logits)} of {given.shape[1]} tokens")
-            self.kernels |= outcomes(cache)
+            self.kernels |= caches.outcomes(cache)
             yield first, logits
-        self.kv_bytes = max(self.kv_bytes, nbytes(cache))
+        self.kv_bytes = max(self.kv_bytes, caches.nbytes(cache))
 
     def warnings(self) -> list[str]:
         """What makes its figures say less than they seem to."""
         found = [guards.ONE_WINDOW] if len(self.job.ids) < 2 else []
         if self.regime == IN_ONE:
             return [*found, guards.ONE_SHOT]
-        return [*found, *guards.few_packed(self.packed), *guards.slow_kernels(self.job.model, self.cache)]
+        return [*found, *self.attended.warnings(), *guards.slow_kernels(self.job.model, self.cache)]
 
 
 class _Window:

@@ -247,10 +247,10 @@ class Measurement:
     def warnings(self) -> list[str]:
         """What makes figures mean less than they seem to, as far as it is known before they are measured."""
         found = []
-        longest, held = max(self.plan.lengths), len(self.haystack.ids)
+        longest, tokens = max(self.plan.lengths), len(self.haystack.ids)
         most = max(self.prompts.free(task, longest) for task in self.plan.tasks)
-        if most > held:
-            found.append(f"the haystack has {held:,} tokens only, and is repeated to make {most:,}")
+        if most > tokens:
+            found.append(f"the haystack has {tokens:,} tokens only, and is repeated to make {most:,}")
         if self.plan.chunk > STEP and self.plan.chunk >= longest / 2:
             found.append(
                 f"chunks of {self.plan.chunk:,} tokens attend to their own exact keys and values, so only question and "
@@ -259,7 +259,7 @@ class Measurement:
         for name in self.schemes:
             if caches.is_exact(name):
                 continue
-            whole = [length for length in self.plan.lengths if not caches.packed_tokens(name, length)]
+            whole = [length for length in self.plan.lengths if not caches.would_pack(name, length)]
             if whole:
                 found.append(
                     f"{name} packs nothing of {', '.join(f'{n:,}' for n in whole)} tokens: it is exact there, because "
@@ -363,7 +363,7 @@ def remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _least_packed(name: str) -> int:
     """Tokens of which a scheme packs the first block, less one."""
     scheme = Scheme.parse(name)
-    return scheme.sinks + scheme.late_sinks + (scheme.residual or 0) + scheme.block - 1
+    return caches.exact_tokens(scheme) + scheme.block - 1
 
 
 def _figures(scores: Sequence[Score]) -> dict[str, Any]:

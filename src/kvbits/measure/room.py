@@ -160,7 +160,7 @@ def room(
     Args:
         shapes: of the model.
         names: the caches beside the exact one.
-        batch, context, chunk: as in :class:`kvbits.measure.lane.Reading`.
+        batch, context, chunk: as in :class:`kvbits.measure.runner.Reading`.
         last_only: whether the model can keep the logits of the last token alone.
         child: whether peak memory is measured, in a process of its own.
     """

@@ -1,6 +1,6 @@
 """How fast each cache is at one batch and one context: all of them side by side, step by step, in one process.
 
-Every cache reads the same prompt through the model, several times over; then all of them are stepped in turn, one
+Every cache reads the same prompt through the model, several times over; then all of them are stepped in rounds, one
 token each, in an order that moves on by one each time. The exact cache runs first and once more last: what two
 identical caches differ by is what no difference between two others can be told from. Steps that pack something are
 timed apart (:mod:`kvbits.measure.flush`).
@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from kvbits.files import Calibration
 from kvbits.measure.bits import bits_per_element, elements_of_a_token
 from kvbits.measure.caches import EXACT, check, is_exact, kernels, nbytes
-from kvbits.measure.flush import packed_tokens, tokens_between
-from kvbits.measure.lane import Lane, Reading
+from kvbits.measure.flush import tokens_between
+from kvbits.measure.packed import packed_tokens
+from kvbits.measure.runner import Reading, Runner
 
-WARM_TURNS = 2
+WARM_ROUNDS = 2
 """Untimed steps of each cache before the timed ones: quanto compiles its extension at first use, and so on."""
 WARM_TOKENS = 512
 """Of the untimed prompt that comes first, at the most."""
@@ -72,7 +73,7 @@ class Samples:
         return usual + (statistics.median(self.flushes) - usual) / self.every
 
 
-_Work: TypeAlias = Callable[[Lane, Samples], None]
+_Work: TypeAlias = Callable[[Runner, Samples], None]
 
 
 def measure(
@@ -108,38 +109,38 @@ def measure(
     names = [check(name, calibrated=calibration is not None) for name in names]
     every = list(dict.fromkeys([EXACT, *names, *beside]))
     elements = reading.batch * elements_of_a_token(model)
-    lanes = [(Lane(model, name, reading, calibration), Samples(elements=elements)) for name in [*every, EXACT]]
+    runners = [(Runner(model, name, reading, calibration), Samples(elements=elements)) for name in [*every, EXACT]]
 
-    def each(work: _Work, tokens: int, turn: int = 0) -> None:
-        for lane, samples in turned([pair for pair in lanes if pair[1].error is None], turn):
+    def each(work: _Work, tokens: int, number: int = 0) -> None:
+        for runner, samples in shifted([pair for pair in runners if pair[1].error is None], number):
             try:
-                work(lane, samples)
+                work(runner, samples)
             except Exception as error:  # is a result, and the others go on; an interruption passes
-                samples.error, lane.cache = reason(error), None
+                samples.error, runner.cache = reason(error), None
             report(reading.batch * tokens)
 
     each(_warm_up, 0)
-    if not any(samples.error is None for lane, samples in lanes if lane.name in names):
-        return [_failed(lane.name, samples, reading) for lane, samples in lanes[:-1] if lane.name in names]
-    for turn in range(prefills - 1):
-        each(_prompt_alone, reading.context, turn)
+    if not any(samples.error is None for runner, samples in runners if runner.name in names):
+        return [_failed(runner.name, samples, reading) for runner, samples in runners[:-1] if runner.name in names]
+    for number in range(prefills - 1):
+        each(_prompt_alone, reading.context, number)
     each(_prompt, reading.context, prefills - 1)
-    for turn in range(WARM_TURNS + steps):
-        each(_step if turn >= WARM_TURNS else _warm_step, STEP_TOKENS, turn)
+    for number in range(WARM_ROUNDS + steps):
+        each(_step if number >= WARM_ROUNDS else _warm_step, STEP_TOKENS, number)
     each(_last, STEP_TOKENS)
-    rows = _rows(every, [samples for _, samples in lanes], reading)
+    rows = _rows(every, [samples for _, samples in runners], reading)
     return [row for row in rows if row["scheme"] in names]
 
 
 def work_tokens(names: Sequence[str], reading: Reading, steps: int, prefills: int) -> int:
     """All that :func:`measure` reports, if nothing fails."""
-    lanes = len(dict.fromkeys([EXACT, *names])) + 1
-    return lanes * reading.batch * (prefills * reading.context + (WARM_TURNS + steps + 1) * STEP_TOKENS)
+    runners = len(dict.fromkeys([EXACT, *names])) + 1
+    return runners * reading.batch * (prefills * reading.context + (WARM_ROUNDS + steps + 1) * STEP_TOKENS)
 
 
-def turned(items: Sequence[_Item], turn: int) -> list[_Item]:
-    """The same in another order each turn, so that no cache always runs after the same one."""
-    place = turn % len(items) if items else 0
+def shifted(items: Sequence[_Item], number: int) -> list[_Item]:
+    """The same in another order each round, so that no cache always runs after the same one."""
+    place = number % len(items) if items else 0
     return [*items[place:], *items[:place]]
 
 
@@ -152,52 +153,52 @@ def reason(error: Exception) -> str:
 # -- what is done with one cache ---------------------------------------------------------------------------------------
 
 
-def _warm_up(lane: Lane, samples: Samples) -> None:
-    whole = lane.reading
+def _warm_up(runner: Runner, samples: Samples) -> None:
+    whole = runner.reading
     short = Reading(whole.prompts, whole.batch, min(WARM_TOKENS, whole.context), whole.chunk)
-    warm = Lane(lane.model, lane.name, short, lane.calibration)
+    warm = Runner(runner.model, runner.name, short, runner.calibration)
     warm.prefill()
     warm.step()
 
 
-def _prompt(lane: Lane, samples: Samples) -> None:
-    samples.prefills.append(lane.prefill())
+def _prompt(runner: Runner, samples: Samples) -> None:
+    samples.prefills.append(runner.prefill())
 
 
-def _prompt_alone(lane: Lane, samples: Samples) -> None:
+def _prompt_alone(runner: Runner, samples: Samples) -> None:
     """With no other cache in memory."""
-    _prompt(lane, samples)
-    _flush(lane, samples)
-    lane.cache = None
+    _prompt(runner, samples)
+    _flush(runner, samples)
+    runner.cache = None
 
 
-def _flush(lane: Lane, samples: Samples) -> None:
-    step = lane.flush()
+def _flush(runner: Runner, samples: Samples) -> None:
+    step = runner.flush()
     if step is not None and not step.packed:
         raise RuntimeError("the step that was to pack something did not")
     if step is not None:
         samples.flushes.append(step.seconds)
 
 
-def _warm_step(lane: Lane, samples: Samples) -> None:
-    lane.step()
-    cache = lane.cache
+def _warm_step(runner: Runner, samples: Samples) -> None:
+    runner.step()
+    cache = runner.cache
     assert cache is not None
     samples.kv_bytes, samples.every, samples.packed = nbytes(cache), tokens_between(cache), packed_tokens(cache) > 0
-    samples.bits = bits_per_element(cache, samples.elements * lane.position)
+    samples.bits = bits_per_element(cache, samples.elements * runner.position)
 
 
-def _step(lane: Lane, samples: Samples) -> None:
-    step = lane.step()
+def _step(runner: Runner, samples: Samples) -> None:
+    step = runner.step()
     (samples.flushes if step.packed else samples.steps).append(step.seconds)
-    assert lane.cache is not None
-    samples.kernel = kernels(lane.cache)
+    assert runner.cache is not None
+    samples.kernel = kernels(runner.cache)
 
 
-def _last(lane: Lane, samples: Samples) -> None:
-    samples.slow = lane.why_slow()
-    _flush(lane, samples)
-    lane.cache = None
+def _last(runner: Runner, samples: Samples) -> None:
+    samples.slow = runner.why_slow()
+    _flush(runner, samples)
+    runner.cache = None
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ ROW = (
 )  # fmt: skip
 """Fields of a row, in this order.
 
-``value`` and ``stderr`` are of the metric; ``packed_share`` to ``kv_bytes`` are those of :class:`held.Tally`, the
+``value`` and ``stderr`` are of the metric; ``packed_share`` to ``kv_bytes`` are those of :class:`packed.Tally`, the
 last the largest cache once it had read its context; ``seconds`` are of all of the task; ``p_value``, ``wins`` and
 ``losses`` are beside the exact cache (:mod:`pairs`), None where it was not measured; ``data_sha256`` is the digest of
 local samples, None of others; ``scores`` are of each sample, and ``sample_hash`` says of which samples.

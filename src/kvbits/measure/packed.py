@@ -1,15 +1,14 @@
-"""How much of what a cache holds is quantized, and in how many bits: what shows whether a figure measured anything.
+"""How much of a cache is packed: what shows whether a figure says anything of a scheme.
 
-A prompt shorter than sinks, residual and one block is kept exact by every scheme, and its score is that of the exact
+A text shorter than sinks, residual and one block is kept exact by every scheme, and its score is that of the exact
 cache whatever the scheme is called.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache
@@ -18,34 +17,35 @@ from kvbits.codecs import Exact
 from kvbits.hf.cache import KVCache
 from kvbits.hf.layer import PackedLayer
 from kvbits.measure import caches
+from kvbits.measure.bits import stored
 from kvbits.schemes.scheme import BLOCKS, Scheme
 
 LOW_SHARE = 0.5
-"""Where less than this share of what was attended to was packed, a figure says little of a scheme."""
+"""Where less than this share of what was attended to was packed, a figure is mostly of exact tokens."""
+
+
+def packed_tokens(cache: Cache) -> int:
+    """Tokens packed so far, over rows and layers, also those that a window has dropped since."""
+    return sum(_packed_so_far(x) if isinstance(x, PackedLayer) else _tokens(x)[1] for x in cache.layers)
 
 
 def packed_share(cache: Cache) -> float:
-    """Share of the tokens held, over rows and layers, that later tokens read from quantized bits; 0 while empty."""
-    held = [_tokens(layer) for layer in cache.layers]
-    total = sum(tokens for tokens, _ in held)
-    return sum(packed for _, packed in held) / total if total else 0.0
+    """Share of the cached tokens, over rows and layers, that later tokens read from quantized bits; 0 while empty."""
+    counts = list(map(_tokens, cache.layers))
+    total = sum(tokens for tokens, _ in counts)
+    return sum(packed for _, packed in counts) / total if total else 0.0
 
 
-def stored(cache: Cache) -> tuple[int, int]:
-    """Bytes that a cache holds, and the elements of K and V that they stand for.
-
-    Of a kvbits cache only the layers that it packs count, as in :attr:`kvbits.KVCache.bits_per_element`.
-    """
-    if isinstance(cache, KVCache):
-        count = cache.nbytes
-        return count.total - count.other, sum(layer.core.elements for layer in cache.packed_layers)
-    return caches.nbytes(cache), sum(_elements(layer) for layer in cache.layers)
+def _packed_so_far(layer: PackedLayer) -> int:
+    store = layer.core.store
+    return 0 if store is None else layer.core.scheme.block * sum(store.counts)
 
 
 def _tokens(layer: Any) -> tuple[int, int]:
-    """Tokens of all rows that a layer holds, and how many of them are quantized."""
+    """Cached tokens of all rows of a layer, and how many of them are packed."""
     if isinstance(layer, PackedLayer):
-        exact = isinstance(layer.core.scheme.key, Exact) and isinstance(layer.core.scheme.value, Exact)
+        scheme = layer.core.scheme
+        exact = isinstance(scheme.key, Exact) and isinstance(scheme.value, Exact)
         return layer.core.tokens, 0 if exact else layer.core.packed_tokens
     rows, exact_tokens = 1, 0
     keys = getattr(layer, "keys", None)
@@ -56,18 +56,49 @@ def _tokens(layer: Any) -> tuple[int, int]:
     return rows * layer.cumulative_length, rows * (layer.cumulative_length - exact_tokens)
 
 
-def _elements(layer: Any) -> int:
-    """Elements of K and V in a layer of Transformers' own."""
-    names = ("keys", "values", "_quantized_keys", "_quantized_values")
-    return sum(_numel(getattr(layer, name, None)) for name in names)
+def packing_layers(cache: Cache) -> list[PackedLayer]:
+    """Layers of a kvbits cache whose scheme packs; none of a peer."""
+    layers = cache.packed_layers if isinstance(cache, KVCache) else []
+    return [layer for layer in layers if layer.core.scheme.packs]
 
 
-def _numel(states: Any) -> int:
-    """Of a tensor, of a quantized one, or of what a backend keeps in its place: codes and how to read them."""
-    if isinstance(states, tuple):
-        codes, reading = states
-        return math.prod(reading["shape"]) if isinstance(reading, dict) else _numel(codes)
-    return states.numel() if isinstance(states, torch.Tensor) else 0
+def packed_layers(cache: Cache) -> int:
+    """Layers in which kvbits has packed anything."""
+    return sum(_packed_so_far(layer) > 0 for layer in packing_layers(cache))
+
+
+class Attended(NamedTuple):
+    """How many keys the queries of one row have attended to.
+
+    Attributes:
+        packed, keys: those in packed blocks, and all; means over the layers that pack.
+    """
+
+    packed: float = 0.0
+    keys: float = 0.0
+
+    @property
+    def share(self) -> float | None:
+        """The packed ones of all; None before any."""
+        return self.packed / self.keys if self.keys else None
+
+    def after(self, cache: Cache, seen: int, queries: int) -> Attended:
+        """With ``queries`` more tokens, about to attend to ``seen`` in the cache and to each other."""
+        packing = packing_layers(cache)
+        if not packing:
+            return self
+        tokens = [_packed_so_far(layer) for layer in packing if layer.core.store is not None]
+        mean = sum(tokens) / len(tokens) if tokens else 0.0
+        return Attended(self.packed + queries * mean, self.keys + queries * seen + queries * (queries + 1) / 2)
+
+    def warnings(self) -> list[str]:
+        """A warning where few of the keys were packed."""
+        if self.share is None or self.share >= LOW_SHARE:
+            return []
+        return [
+            f"only {100 * self.share:.0f} % of the keys that queries attended to were packed, the others exact: a "
+            "greater length, or a smaller residual, shows more of the scheme"
+        ]
 
 
 @dataclass
@@ -101,7 +132,7 @@ class Tally:
 
     @property
     def bits_per_element(self) -> float | None:
-        """Real bits of K and V; None where no cache held anything."""
+        """Real bits of K and V; None where every cache was empty."""
         return 8 * self.nbytes / self.elements if self.elements else None
 
     def predicted(self, share: float, tokens: int) -> None:
@@ -115,7 +146,7 @@ class Tally:
         self.packed_requests += requests if share > 0 else 0
 
     def read(self, cache: Cache) -> None:
-        """Note what a cache holds."""
+        """Note the size of a cache that has read its context."""
         nbytes, elements = stored(cache)
         self.nbytes, self.elements = self.nbytes + nbytes, self.elements + elements
         self.largest = max(self.largest, caches.nbytes(cache))

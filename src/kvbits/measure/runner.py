@@ -22,7 +22,8 @@ from kvbits.files import Calibration
 from kvbits.hf.names import cache_name
 from kvbits.measure import guards
 from kvbits.measure.caches import make
-from kvbits.measure.flush import packed_tokens, tokens_to_flush
+from kvbits.measure.flush import tokens_between, tokens_to_flush
+from kvbits.measure.packed import packed_tokens
 from kvbits.measure.prompts import Prompts
 
 
@@ -50,7 +51,7 @@ class Step(NamedTuple):
     packed: bool
 
 
-class Lane:
+class Runner:
     """One cache over one model.
 
     Args:
@@ -79,14 +80,14 @@ class Lane:
         self.cache, self.position = make(self.model, self.name, self.calibration), 0
         chunk = self.reading.chunk or self.reading.context
         ends = [*range(chunk, self.reading.context, chunk), self.reading.context]
-        return sum(self._read(end - self.position) for end in ends)
+        return sum(self.read(end - self.position) for end in ends)
 
     def step(self) -> Step:
         """Read one more token of every row."""
         assert self.cache is not None
-        before = packed_tokens(self.cache)
-        seconds = self._read(1)
-        return Step(seconds, packed_tokens(self.cache) > before)
+        packs, before = tokens_between(self.cache) is not None, packed_tokens(self.cache)
+        seconds = self.read(1)
+        return Step(seconds, packs and packed_tokens(self.cache) > before)
 
     def flush(self) -> Step | None:
         """Read on, at once, to where one more token makes the cache pack, and step; None where it never does."""
@@ -95,17 +96,17 @@ class Lane:
         if left is None:
             return None
         if left > 1:
-            self._read(left - 1)
+            self.read(left - 1)
         return self.step()
 
     def why_slow(self) -> list[str]:
         """Read one more token, and say where attention over packed history ran on no fast kernel, and why."""
         assert self.cache is not None
         guards.ask_for_reasons(self.cache)
-        self._read(1)
+        self.read(1)
         return guards.slow_kernels(self.model, self.cache)
 
-    def _read(self, count: int) -> float:
+    def read(self, count: int) -> float:
         """Put the next ``count`` tokens of every row through the model; seconds."""
         device, batch, end = self.model.device, self.reading.batch, self.position + count
         ids = self.reading.prompts.take(batch, self.position, end).to(device)
