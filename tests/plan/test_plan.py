@@ -35,7 +35,7 @@ from kvbits.plan.shapes import Attention, Layer, Shape, from_json, of_numbers, t
 from kvbits.plan.split import shares
 from kvbits.schemes.catalogue import ALIASES, CATALOGUE
 from kvbits.schemes.scheme import Scheme
-from kvbits.store.room import Limits
+from kvbits.store import room
 from kvbits.store.shards import Shards
 from kvbits.transform.rotary import Rotary
 from kvbits.types import ByteCount
@@ -293,21 +293,21 @@ def test_keys_and_values_may_differ_in_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("where", "name", "wrong"),
     [
-        ("pool_blocks", lambda capacity, used, added: max(capacity, used + added)),
-        ("table_columns", lambda columns, wanted: max(columns, wanted)),
-        ("params_bytes", lambda codec: (0, 4)),
-        ("Limits", lambda sinks, late, residual, block: Limits(sinks, late, residual + 1, block)),
+        (room, "pool_blocks", lambda capacity, used, added: max(capacity, used + added)),
+        (room, "table_columns", lambda columns, wanted: max(columns, wanted)),
+        (memory, "params_bytes", lambda codec: (0, 4)),
+        (Scheme, "limits", lambda self, window: room.Limits(self.sinks, 0, self.residual + 1, self.block)),
     ],
 )
-def test_a_wrong_rule_would_be_found(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_would_be_found(where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner has the cache's own rules, and the tests above notice one that is another."""
     scheme, attention = Scheme.parse("int4-static,block=32,residual=0"), Attention(1, 32, 32, *[torch.bfloat16] * 2)
     steps = [500, *[1] * 100]
     cache, calls = live_layer(scheme, attention, 1, steps), history(steps)
     assert_foretold(cache, scheme, attention, 1, calls)
-    monkeypatch.setattr(memory, name, wrong)
+    monkeypatch.setattr(where, name, wrong)
     with pytest.raises(AssertionError):
         assert_foretold(cache, scheme, attention, 1, calls)
 
@@ -591,11 +591,11 @@ def test_shares_of_a_context_are_foretold(scheme: str, calls: list[int]) -> None
     parsed = Scheme.parse(scheme)
     live = parsed if parsed.packs else replace(parsed, residual=128)
     for rank in range(3):
-        turns = Shards(rank, 3, 2)
-        layer = SharedLayer(live, "layer", None, ({}, {}), None, turns)  # type: ignore[arg-type] # nothing is asked
+        shards = Shards(rank, 3, 2)
+        layer = SharedLayer(live, "layer", None, ({}, {}), None, shards)  # type: ignore[arg-type] # nothing is asked
         for tokens in calls:
             layer.append(torch.randn(2, 2, tokens, 64), torch.randn(2, 2, tokens, 64))
-        found = memory.packed(parsed, attention, history(calls), 2, False, turns)
+        found = memory.packed(parsed, attention, history(calls), 2, False, shards)
         assert found.count == ByteCount(**layer.nbytes())
         assert found.elements == layer.elements
 
