@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 import zoo
 from kvbits.calibration import calibrate
+from kvbits.codecs import LloydMax
+from kvbits.codecs.grouped import Grouped
 from kvbits.hf.attach import cache_for
 from kvbits.hf.loading import DEFAULT_MODEL
 from kvbits.hf.names import cache_name
@@ -39,6 +41,7 @@ from kvbits.store import room
 from kvbits.store.shards import Shards
 from kvbits.transform.rotary import Rotary
 from kvbits.types import ByteCount
+from unspelled import WithOutliers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,6 +162,15 @@ def test_the_papers_arithmetic_of_other_schemes() -> None:
     }  # fmt: skip
     for name, bits in expected.items():
         assert paper.bits(Named.parse(name), attention, 4096) == pytest.approx(bits), name
+
+
+def test_a_codec_that_no_paper_has_is_counted_as_it_lies() -> None:
+    class Mine(Grouped):
+        name, allowed_bits = "mine", (4,)
+
+    attention = Attention(8, 128, 128, torch.bfloat16, torch.bfloat16)
+    for codec, bits in ((Mine(4), 4 + 32 / 64), (WithOutliers(LloydMax(3), 12), 3 + 16 / 128 + 12 * 32 / (128 * 128))):
+        assert paper.bits(Named("mine", Scheme(codec, codec)), attention, 4096) == bits
 
 
 def test_the_papers_bytes_follow_overrides_and_windows() -> None:
