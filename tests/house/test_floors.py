@@ -168,7 +168,7 @@ def test_a_circle_is_found() -> None:
         ("kvbits.numerics.affine", "from kvbits.codecs import Affine"),
         ("kvbits.numerics.affine", "def f():\n    import kvbits.layer.cache"),
         ("kvbits.codecs.affine", "from kvbits.schemes import scheme"),
-        ("kvbits.schemes.catalogue", "from kvbits.store.record import Record"),
+        ("kvbits.store.record", "from kvbits.schemes.scheme import Scheme"),
         ("kvbits.store.blocks", "from kvbits.attend import attend"),
         ("kvbits.attend.reference", "from kvbits.layer.cache import LayerCache"),
         ("kvbits.attend.native", "from kvbits.encode import native"),

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 import zoo
 from kvbits.calibration import calibrate
+from kvbits.codecs import LloydMax
+from kvbits.codecs.grouped import Grouped
 from kvbits.hf.attach import cache_for
 from kvbits.hf.loading import DEFAULT_MODEL
 from kvbits.hf.names import cache_name
@@ -35,10 +37,11 @@ from kvbits.plan.shapes import Attention, Layer, Shape, from_json, of_numbers, t
 from kvbits.plan.split import shares
 from kvbits.schemes.catalogue import ALIASES, CATALOGUE
 from kvbits.schemes.scheme import Scheme
-from kvbits.store.room import Limits
+from kvbits.store import room
 from kvbits.store.shards import Shards
 from kvbits.transform.rotary import Rotary
 from kvbits.types import ByteCount
+from unspelled import WithOutliers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,6 +162,15 @@ def test_the_papers_arithmetic_of_other_schemes() -> None:
     }  # fmt: skip
     for name, bits in expected.items():
         assert paper.bits(Named.parse(name), attention, 4096) == pytest.approx(bits), name
+
+
+def test_a_codec_that_no_paper_has_is_counted_as_it_lies() -> None:
+    class Mine(Grouped):
+        name, allowed_bits = "mine", (4,)
+
+    attention = Attention(8, 128, 128, torch.bfloat16, torch.bfloat16)
+    for codec, bits in ((Mine(4), 4 + 32 / 64), (WithOutliers(LloydMax(3), 12), 3 + 16 / 128 + 12 * 32 / (128 * 128))):
+        assert paper.bits(Named("mine", Scheme(codec, codec)), attention, 4096) == bits
 
 
 def test_the_papers_bytes_follow_overrides_and_windows() -> None:
@@ -293,21 +305,21 @@ def test_keys_and_values_may_differ_in_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("where", "name", "wrong"),
     [
-        ("pool_blocks", lambda capacity, used, added: max(capacity, used + added)),
-        ("table_columns", lambda columns, wanted: max(columns, wanted)),
-        ("params_bytes", lambda codec: (0, 4)),
-        ("Limits", lambda sinks, late, residual, block: Limits(sinks, late, residual + 1, block)),
+        (room, "pool_blocks", lambda capacity, used, added: max(capacity, used + added)),
+        (room, "table_columns", lambda columns, wanted: max(columns, wanted)),
+        (memory, "params_bytes", lambda codec: (0, 4)),
+        (Scheme, "limits", lambda self, window: room.Limits(self.sinks, 0, self.residual + 1, self.block)),
     ],
 )
-def test_a_wrong_rule_would_be_found(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_would_be_found(where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner has the cache's own rules, and the tests above notice one that is another."""
     scheme, attention = Scheme.parse("int4-static,block=32,residual=0"), Attention(1, 32, 32, *[torch.bfloat16] * 2)
     steps = [500, *[1] * 100]
     cache, calls = live_layer(scheme, attention, 1, steps), history(steps)
     assert_foretold(cache, scheme, attention, 1, calls)
-    monkeypatch.setattr(memory, name, wrong)
+    monkeypatch.setattr(where, name, wrong)
     with pytest.raises(AssertionError):
         assert_foretold(cache, scheme, attention, 1, calls)
 
@@ -591,11 +603,11 @@ def test_shares_of_a_context_are_foretold(scheme: str, calls: list[int]) -> None
     parsed = Scheme.parse(scheme)
     live = parsed if parsed.packs else replace(parsed, residual=128)
     for rank in range(3):
-        turns = Shards(rank, 3, 2)
-        layer = SharedLayer(live, "layer", None, ({}, {}), None, turns)  # type: ignore[arg-type] # nothing is asked
+        shards = Shards(rank, 3, 2)
+        layer = SharedLayer(live, "layer", None, ({}, {}), None, shards)  # type: ignore[arg-type] # nothing is asked
         for tokens in calls:
             layer.append(torch.randn(2, 2, tokens, 64), torch.randn(2, 2, tokens, 64))
-        found = memory.packed(parsed, attention, history(calls), 2, False, turns)
+        found = memory.packed(parsed, attention, history(calls), 2, False, shards)
         assert found.count == ByteCount(**layer.nbytes())
         assert found.elements == layer.elements
 

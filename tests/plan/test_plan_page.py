@@ -57,22 +57,24 @@ def test_the_page_is_one_file_that_asks_for_nothing(shown: Page, file: Path) -> 
     assert shown.errors == [] and shown.requests == [file.as_uri()]
     text = file.read_text()
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert not [name for name in ("STYLE", "DATA", "ARITHMETIC", "SCRIPT") if f"/*{name}*/" in text]
+    assert not [name for name in ("STYLE", "DATA", "SCRIPT") if f"/*{name}*/" in text]
 
 
-def settings(count: int, names: list[str]) -> list[dict[str, Any]]:
-    """Random ones: models, schemes, contexts of all magnitudes, memories at which something just fits or not."""
+def settings(names: list[str]) -> list[dict[str, Any]]:
+    """For each scheme random ones: contexts on the page's grid, one before, and between; memories where little fits."""
     choose = random.Random(7)
     found = []
-    for _ in range(count):
-        context = round(2 ** choose.uniform(0, 23))
+    for name in names:
+        scheme = Scheme.parse(name)
+        first = scheme.sinks + scheme.late_sinks + (scheme.residual or 0) + scheme.block
+        blocks, back = choose.choice([0, 1, 7, 8, 9, 1000, 65_000]), choose.choice([0, 0, first // 2])
         found.append({
             "model": choose.choice([*MODELS, "planned", "own"]),
-            "context": choose.choice([context, choose.randrange(1, 700)]),
-            "batch": choose.choice([1, 1, 2, 7, 64]),
+            "context": first + blocks * scheme.block + choose.choice([-1, 0, 1, 17]) - back,
+            "batch": choose.choice([1, 2, 7, 64]),
             "memory": round(2 ** choose.uniform(20, 40)),
             "weights": choose.choice(WEIGHTS),
-            "name": choose.choice(names),
+            "name": name,
             "layers": choose.choice([1, 2, 33]), "heads": choose.choice([1, 5, 32]),
             "dim": choose.choice(page.HEAD_DIMS), "parameters": choose.choice([0, 10**9 + 7]),
         })  # fmt: skip
@@ -99,14 +101,11 @@ def in_python(one: dict[str, Any], shapes: dict[str, Shape]) -> dict[str, Any]:
 def test_the_page_has_the_numbers_of_python(shown: Page, shapes: dict[str, Shape]) -> None:
     names = shown.evaluate("Object.keys(DATA.schemes)")
     assert len(names) > 30 and {"default", "nuq2-1%", OWN} <= set(names)
-    asked = settings(160, names)
-    for name, one in zip([*names, OWN], asked, strict=False):
-        one["name"] = name  # each at least once
+    asked = settings([*names, OWN])
     asked.append({**asked[0], "model": "own", "layers": 1, "name": OWN})
     got = shown.evaluate(
         f"""{json.dumps(asked)}.map(one => {{
-            const numbers = [one.layers, one.heads, one.dim, one.parameters, 2];
-            const model = one.model === "own" ? modelOfNumbers(...numbers) : DATA.models[one.model];
+            const model = one.model === "own" ? modelOfNumbers(one) : DATA.models[one.model];
             const {{at, name, ...rest}} = planOne(model, one.name, one);
             return rest;
         }})"""
@@ -131,7 +130,12 @@ def test_an_encoder_s_text_counts_on_the_page(shown: Page) -> None:
     """Its keys and values, and the peak of reading it, also where fewer tokens follow."""
     shape = shape_of_config(zoo.build_any("t5").config, "t5", torch.float32)
     asked = {"context": 3000, "batch": 2, "memory": GIB // 4, "weights": "none"}
-    found = shown.evaluate(f"planOne({json.dumps(page.model('t5', shape))}, 'exact', {json.dumps(asked)})")
+    data = page.data(plan(Setting(shape, 3000, source_tokens=3000), ["exact"]), [])
+    shown.evaluate(f"DATA.schemes.t5 = {json.dumps(data['schemes']['exact'])}, 0")
+    found = shown.evaluate(
+        f"planOne({json.dumps(data['models']['planned'] | {'refusal': None})}, 't5', {json.dumps(asked)})"
+    )
+    shown.evaluate("delete DATA.schemes.t5")
     right = in_python({**asked, "model": "t5", "name": "exact"}, {"t5": shape})
     assert right["max_context"] > 3000
     for name in ("real_bytes", "peak", "total", "max_context", "max_batch"):
@@ -237,8 +241,9 @@ def test_schemes_that_a_model_refuses_say_why(tmp_path: Path) -> None:
 
 
 def test_a_scheme_of_overrides_has_a_form_for_each() -> None:
-    forms = page.scheme(page.Named.parse("int4,layers[0,-1]=fp8,layers[2]=exact"), [(64, 64)])["forms"]
-    assert [form["layers"] for form in forms] == [None, [0, -1], [2]]
     scheme = Scheme.parse("int4,layers[0,-1]=fp8,layers[2]=exact")
-    assert [page.whole_of(scheme, layer, 5).key for layer in (0, 2)] == [scheme.for_layer(i, 5).key for i in (0, 2)]
-    assert forms[2]["residual"] is None and forms[1]["residual"] == 128
+    forms = page.scheme(page.Named(str(scheme), scheme), [(64, 64, 2)])["forms"]
+    assert [form["layers"] for form in forms] == [None, [0, -1], [2]]
+    for form, layer in zip(forms, (1, 0, 2), strict=True):
+        assert form["real"] == {"64/64/2": page.real(scheme.for_layer(layer, 5), (64, 64, 2), False)}
+    assert forms[2]["real"]["64/64/2"][3] == 0  # which packs nothing, so nothing repeats

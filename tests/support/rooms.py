@@ -59,9 +59,9 @@ ROOMS = {
     "attend": Room(4, "attention over packed blocks: the table of kernels [native](kernels.md), [Triton](gpu.md), "
                    "reference", _of("triton")),
     "transform": Room(3, "what is done to keys and values before a codec sees them: [transforms](#transforms)"),
+    "schemes": Room(3, "`Scheme`: how it is written, what a name stands for, the catalogue, help for each method"),
     "store": Room(2, "the memory of one layer: records, blocks and their table, exact tokens, rows, and how much room "
                   "they take"),
-    "schemes": Room(2, "`Scheme`: how it is written, what a name stands for, the catalogue, help for each method"),
     "codecs": Room(1, "one method per file, frozen dataclasses"),
     "tensor_parallel": Room(1, "which KV heads a process has, where tensor parallel spreads them", file=True),
     "numerics": Room(0, "pure functions on tensors"),

@@ -14,11 +14,10 @@ from kvbits.hf.names import cache_name
 from kvbits.measure.caches import EXACT, PEERS
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.record import Record
+from kvbits.store.room import most_room
 
 _GROUP = 64
 """Elements that share a scale and a zero in Transformers' quantized caches."""
-_SLACK = 9 / 8
-"""Pools of blocks grow by an eighth."""
 
 
 class Layer(NamedTuple):
@@ -97,10 +96,8 @@ class Shapes:
             return self._exact(layer, batch, tokens)
         dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[self.size]
         record = Record.of(scheme.key, scheme.value, scheme.block, layer.key, layer.value, dtype)
-        kept = min(tokens, scheme.sinks + scheme.late_sinks + scheme.residual + scheme.block)
-        blocks = -(-(tokens - kept) // scheme.block)
-        packed = batch * layer.heads * blocks * record.nbytes
-        return int(_SLACK * packed) + self._exact(layer, batch, kept)
+        room = most_room(scheme.limits(), tokens, batch)
+        return int(room.nbytes(self._exact(layer, 1, 1), layer.heads * record.nbytes))
 
     def _exact(self, layer: Layer, batch: int, tokens: int) -> int:
         return batch * layer.heads * tokens * (layer.key + layer.value) * self.size

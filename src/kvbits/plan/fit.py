@@ -82,7 +82,7 @@ def _needs(setting: Setting, scheme: Scheme, split: list[Share], context: int, b
     for share in split:
         layers = share.shape.layers
         own = tuple(stored[share.first : share.first + len(layers)])
-        key = (layers, own, share.shape.weights, share.shape.widths, share.turns)
+        key = (layers, own, share.shape.weights, share.shape.widths, share.shards)
         if key not in known:
             known[key] = _need(setting, share, own, scheme.needs_calibration, context, batch)
         needs.append(known[key])
@@ -92,17 +92,17 @@ def _needs(setting: Setting, scheme: Scheme, split: list[Share], context: int, b
 def _need(
     setting: Setting, share: Share, own: tuple[Scheme | None, ...], calibrated: bool, context: int, batch: int
 ) -> Need:
-    shape, source, turns = share.shape, setting.source_tokens, share.turns
+    shape, source, shards = share.shape, setting.source_tokens, share.shards
     history = setting.history(context)
-    held = memory.of_layers(shape.layers, own, history, batch, calibrated, source, turns)
+    held = memory.of_layers(shape.layers, own, history, batch, calibrated, source, shards)
     extra = 0
     if shape.widths is not None:
         piece = max([source, *(tokens for tokens, _ in history.runs)])
-        packs = any(one is not None and (one.packs or turns.world > 1) for one in own)
+        packs = any(one is not None and (one.packs or shards.world > 1) for one in own)
         extra = peak.activation_bytes(shape, share.tokens(piece), share.tokens(context), batch, packs, setting.logits)
-        extra += peak.exchange_bytes(shape, piece, batch) if turns.world > 1 else 0
+        extra += peak.exchange_bytes(shape, piece, batch) if shards.world > 1 else 0
         pairs = set(zip(shape.layers, own, strict=True))
-        each = (memory.of_layer(*pair, history, batch, calibrated, source, turns).count.total for pair in pairs)
+        each = (memory.of_layer(*pair, history, batch, calibrated, source, shards).count.total for pair in pairs)
         extra += max(each, default=0)
     if setting.weights == "file" and setting.shape.weights is not None and shape.weights is not None:
         whole = weights_bytes(setting.shape.weights, "file", shape.dtype)

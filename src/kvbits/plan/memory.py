@@ -22,11 +22,10 @@ from kvbits.codecs import Codec
 from kvbits.plan.shapes import Attention, Layer, Shape
 from kvbits.schemes.scheme import RESIDUAL_TOKENS, Scheme
 from kvbits.store.record import Record
-from kvbits.store.room import Limits, pool_blocks, table_columns
+from kvbits.store.room import Filled
 from kvbits.store.shards import ALONE, Shards
 from kvbits.types import ByteCount
 
-_TABLE_BYTES = torch.int64.itemsize
 _FLOAT_BYTES = torch.float32.itemsize
 
 
@@ -113,12 +112,12 @@ def of_layers(
     batch: int,
     calibrated: bool,
     source: int = 0,
-    turns: Shards = ALONE,
+    shards: Shards = ALONE,
 ) -> Real:
-    """What some layers take, each stored as :func:`stores` says. ``calibrated``, ``turns``: as for :func:`packed`."""
+    """What some layers take, each stored as :func:`stores` says. ``calibrated``, ``shards``: as for :func:`packed`."""
     held = Real()
     for (layer, own), times in Counter(zip(layers, stored, strict=True)).items():
-        held += of_layer(layer, own, history, batch, calibrated, source, turns) * times
+        held += of_layer(layer, own, history, batch, calibrated, source, shards) * times
     return held
 
 
@@ -129,12 +128,12 @@ def of_layer(
     batch: int,
     calibrated: bool,
     source: int = 0,
-    turns: Shards = ALONE,
+    shards: Shards = ALONE,
 ) -> Real:
     """What one layer takes."""
     if own is None or layer.attention is None:
         return Real(ByteCount(other=own_bytes(layer, history, batch, source)))
-    return packed(own, layer.attention, history, batch, calibrated, turns)
+    return packed(own, layer.attention, history, batch, calibrated, shards)
 
 
 def own_bytes(layer: Layer, history: History, batch: int, source: int = 0) -> int:
@@ -167,118 +166,30 @@ def record_of(scheme: Scheme, attention: Attention) -> Record:
 
 
 def packed(
-    scheme: Scheme, attention: Attention, history: History, batch: int, calibrated: bool, turns: Shards = ALONE
+    scheme: Scheme, attention: Attention, history: History, batch: int, calibrated: bool, shards: Shards = ALONE
 ) -> Real:
     """What one :class:`kvbits.layer.cache.LayerCache` takes, under a scheme without overrides.
 
     Args:
         calibrated: whether the cache has a calibration, whose parameters it holds from the first token on.
-        turns: which blocks are here, where several ranks share the context.
+        shards: which blocks are here, where several ranks share the context.
     """
-    if turns.world > 1 and not scheme.packs:
+    if shards.world > 1 and not scheme.packs:
         scheme = replace(scheme, residual=RESIDUAL_TOKENS)  # exact blocks can be shared; see kvbits.parallel
     record = record_of(scheme, attention)
     if not history.runs:
         return Real()
-    state = _State(scheme, batch, attention.window, turns)
+    filled = Filled(scheme.limits(attention.window), batch, attention.window, shards)
     for tokens, calls in history.runs:
-        state.run(tokens, calls)
-    pool_bytes = state.capacity * attention.heads * record.nbytes
-    count = record.count(state.used * attention.heads, pool_bytes + batch * state.columns * _TABLE_BYTES)
-    sinks = min(state.held, state.limits.sinks)
+        filled.run(tokens, calls)
+    nbytes = filled.room_of_layer.nbytes(attention.token_bytes, attention.heads * record.nbytes)
+    exact, sinks = filled.held, min(filled.held, filled.limits.sinks)
+    count = record.count(filled.used * attention.heads, int(nbytes) - batch * exact * attention.token_bytes)
     count["sinks"] = batch * sinks * attention.token_bytes
-    count["residual"] = batch * (state.held - sinks) * attention.token_bytes
-    count["slack"] += batch * (state.room - state.held) * attention.token_bytes
-    count["scales"] += fitted_bytes(scheme, attention, calibrated, state.packs)
-    held = state.held + turns.count(state.blocks) * scheme.block
+    count["residual"] = batch * (exact - sinks) * attention.token_bytes
+    count["scales"] += fitted_bytes(scheme, attention, calibrated, filled.packs)
+    held = exact + shards.count(filled.blocks) * scheme.block
     return Real(ByteCount(**count), batch * held * attention.channels)
-
-
-class _State:
-    """What :class:`kvbits.layer.cache.LayerCache` and :class:`kvbits.store.blocks.BlockStore` count, for rows of equal
-    length.
-
-    Attributes:
-        held, room: exact tokens of a row, and those that its buffer has room for.
-        blocks: that a row refers to, on all ranks.
-        used, capacity, columns: blocks that are written, those that the pool has room for, columns of the table.
-        tokens, dropped: of a row, so far; and those that a window has left behind.
-        packs: whether anything was ever packed.
-    """
-
-    def __init__(self, scheme: Scheme, batch: int, window: int | None, turns: Shards) -> None:
-        sinks = (scheme.sinks, scheme.late_sinks) if window is None else (0, 0)
-        self.limits = Limits(*sinks, scheme.residual, scheme.block)
-        self.batch, self.window, self.turns = batch, window, turns
-        self.held = self.room = self.blocks = self.used = self.capacity = self.columns = 0
-        self.tokens = self.dropped = 0
-        self.packs = False
-
-    def run(self, tokens: int, calls: int) -> None:
-        """So many calls of as many tokens each. Those that find room are taken all at once."""
-        while calls:
-            fitting = min(calls, self._fitting(tokens))
-            total = self.held + fitting * tokens
-            self.tokens += fitting * tokens
-            calls -= fitting
-            self._take(total, self.limits.packable(total))
-            if calls:
-                self._append(tokens)
-                calls -= 1
-
-    def _fitting(self, tokens: int) -> int:
-        """Calls after which nothing has grown or been dropped yet."""
-        if not self.packs or self.window is not None:
-            return (self.room - self.held) // tokens
-        here = self.turns.count(self.blocks)
-        here += min((self.capacity - self.used) // self.batch, self.columns - here)
-        blocks = self.turns.number(here) - self.blocks
-        first = self.limits.most + 1 + blocks * self.limits.block  # tokens at which one block too many is packed
-        return (first - 1 - self.held) // tokens
-
-    def _take(self, total: int, added: int) -> None:
-        """Have ``total`` exact tokens, of which ``added`` blocks are packed."""
-        self.held = total - added * self.limits.block
-        self.used += self._here(added) * self.batch
-        self.blocks += added
-
-    def _here(self, added: int) -> int:
-        """How many of the next ``added`` blocks this rank holds."""
-        return self.turns.count(self.blocks + added) - self.turns.count(self.blocks)
-
-    def _append(self, tokens: int) -> None:
-        self.tokens += tokens
-        total = self.held + tokens
-        added = self.limits.packable(total)
-        if not added:
-            self.room, self.held = self.limits.room(self.room, self.held, total), total
-            return
-        self._reserve(added)
-        self._take(total, added)
-        self.packs = True
-        self.room = self.limits.room_after_packing(self.held)
-        self._slide()
-
-    def _reserve(self, added: int) -> None:
-        self.columns = table_columns(self.columns, self.turns.count(self.blocks + added))
-        more = self._here(added) * self.batch
-        if self.used + more > self.capacity and self.turns.count(self.blocks) * self.batch < self.used:
-            self._compact()
-        self.capacity = pool_blocks(self.capacity, self.used, more)
-
-    def _slide(self) -> None:
-        if self.window is None:
-            return
-        block = self.limits.block
-        behind = min(max(0, self.tokens - (self.window - 1) - block - self.dropped) // block, self.blocks)
-        self.blocks -= behind
-        self.columns -= behind
-        self.dropped += behind * block
-        if 2 * self.blocks * self.batch < self.capacity - 2:
-            self._compact()
-
-    def _compact(self) -> None:
-        self.used = self.capacity = self.blocks * self.batch
 
 
 def fitted_bytes(scheme: Scheme, attention: Attention, calibrated: bool, packs: bool) -> int:

@@ -1,15 +1,15 @@
 """The plan as a page with sliders: one HTML file that asks for nothing else, to open from a disk or to serve.
 
-All its constants are data from here: the bytes of a record, what a codec fits, the terms of the papers' accounting,
-shapes of models. ``arithmetic.js`` has the closed form of :mod:`kvbits.plan.memory` for a prompt in one piece on one
-device, and a test compares the two in a browser.
+All its numbers are values of :mod:`kvbits.plan` at some lengths, for a prompt in one piece on one device. They are
+linear between those lengths, in the rows of a batch and in KV heads, and from some length on they repeat with every
+eighth block, higher by the same. So the page reads the numbers of any setting off them, to the byte, and knows no rule.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,30 @@ from typing import Any
 import torch
 
 from kvbits.files import replacing
-from kvbits.plan import memory, paper, plan, setting
+from kvbits.plan import memory, paper, peak, plan, setting
 from kvbits.plan.devices import GPU_MIB, MIB, MOST_BYTES
+from kvbits.plan.memory import History
 from kvbits.plan.paper import Named
 from kvbits.plan.presets import PRESETS, shape_of_preset
-from kvbits.plan.shapes import Attention, Shape
+from kvbits.plan.shapes import Attention, Layer, Shape
 from kvbits.schemes.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE
 from kvbits.schemes.scheme import Scheme
-from kvbits.store import room
+from kvbits.store.room import SPARE
 
 FILES = Path(__file__).with_name("page_files")
 HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 """To choose from for a model of one's own."""
 
-SHOWN = ("exact", "fp8", "default", "kivi4", "small")
-DTYPES = {2: torch.bfloat16, 4: torch.float32}
+Kind = tuple[int, int, int]
+"""Channels of a head of keys and of values, and bytes of an exact element."""
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 """By the bytes of an exact element."""
+
+Table = list[Any]
+"""``[starts, values, more, period, rise]``: what something is at the first token of each piece, and what each further
+token of it adds, each as coefficients. What follows the second start repeats every ``period`` tokens, higher by
+``rise``."""
 
 
 def write(found: plan.Plan, path: str | Path, presets: Iterable[str] = tuple(PRESETS)) -> Path:
@@ -54,7 +62,6 @@ def write(found: plan.Plan, path: str | Path, presets: Iterable[str] = tuple(PRE
     values = {
         "STYLE": (FILES / "style.css").read_text(encoding="utf-8"),
         "DATA": json.dumps(data(found, presets), separators=(",", ":")).replace("</", "<\\/"),
-        "ARITHMETIC": (FILES / "arithmetic.js").read_text(encoding="utf-8"),
         "SCRIPT": (FILES / "page.js").read_text(encoding="utf-8"),
     }
     for name, value in values.items():
@@ -83,18 +90,19 @@ def data(found: plan.Plan, presets: Iterable[str]) -> dict[str, Any]:
     models[key] = (start.shape.name if key == "planned" else models[key][0], start.shape)
     files = start.shape.weights is not None and start.shape.weights.file_bytes is not None
     names = list(dict.fromkeys([*(row.named.name for row in found.rows), *_names(start.shape)]))
-    sizes = {
-        (kind.key_channels, kind.value_channels)
-        for _, shape in models.values() for kind in shape.kinds() if kind is not None
-    } | {(channels, channels) for channels in HEAD_DIMS}  # fmt: skip
+    kinds = sorted(
+        {kind_of(layer.attention) for _, shape in models.values() for layer in shape.layers if layer.attention}
+        | {(channels, channels, 2) for channels in HEAD_DIMS}
+    )
+    bits = {"auto": 16.0, **setting.WEIGHT_BITS, "none": 0.0}
     return {
-        "growth": {"spare": room.SPARE, "table_bytes": torch.int64.itemsize, "exact_bits": paper.EXACT_BITS},
         "limits": {"tokens": setting.MOST_TOKENS, "batch": setting.MOST_BATCH, "memory": MOST_BYTES},
         "weights": [name for name in setting.WEIGHTS if name != "file" or files],
-        "weight_bits": setting.WEIGHT_BITS,
+        "weight_bits": bits,
+        "exact_bits": paper.EXACT_BITS,
         "models": {name: model(title, shape) for name, (title, shape) in models.items()},
         "head_dims": HEAD_DIMS,
-        "schemes": {name: scheme(Named.parse(name), sorted(sizes)) for name in names},
+        "schemes": {name: scheme(Named.parse(name), kinds) for name in names},
         "gpus": {name: mib * MIB for name, mib in GPU_MIB.items()},
         "start": {
             "model": key,
@@ -116,28 +124,25 @@ def _names(shape: Shape) -> list[str]:
 
 
 def model(title: str, shape: Shape) -> dict[str, Any]:
-    """A shape: runs of equal layers, its weights and its widths."""
+    """A shape: runs of equal layers, its weights in every precision, the peak of a prompt."""
     runs: list[dict[str, Any]] = []
     for layer in shape.layers:
-        kind = None if layer.attention is None else attention(layer.attention)
-        one = {
-            "attention": kind, "fixed": layer.fixed_bytes, "row": layer.row_bytes, "token": layer.token_bytes,
-            "source": layer.source_token_bytes,
-        }  # fmt: skip
-        if runs and runs[-1]["layer"] == one:
+        one = run(layer, shape.refusal is not None)
+        if runs and runs[-1] | {"count": 1} == one:
             runs[-1]["count"] += 1
         else:
-            runs.append({"count": 1, "layer": one})
-    weights = shape.weights
+            runs.append(one)
+    usual = next((kind for kind in shape.kinds() if kind is not None and kind.window is None), None)
     return {
         "title": title,
         "runs": runs,
-        "itemsize": shape.dtype.itemsize,
-        "weights": None if weights is None else {
-            "outside": weights.embedding + weights.head, "layers": sum(weights.layers), "bits": weights.bits,
-            "file": weights.file_bytes,
+        "usual": None if usual is None else {"kind": name_of(kind_of(usual)), "heads": usual.heads},
+        "weights": {
+            how: setting.weights_bytes(shape.weights, how, shape.dtype) for how in setting.WEIGHTS
+            if how != "file" or (shape.weights is not None and shape.weights.file_bytes is not None)
         },
-        "widths": None if shape.widths is None else asdict(shape.widths),
+        "peak": None if shape.widths is None else [work(shape, index) for index in range(len(peak.at_work(shape, 1, 1)))],
+        "windows": sum(layer.attention is not None and layer.attention.window is not None for layer in shape.layers),
         "trained": shape.trained,
         "refusal": shape.refusal,
         "unrotatable": shape.unrotatable,
@@ -146,15 +151,39 @@ def model(title: str, shape: Shape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def attention(one: Attention) -> dict[str, Any]:
-    """What a layer hands to its cache."""
+def run(layer: Layer, refused: bool) -> dict[str, Any]:
+    """A layer: what a scheme packs of it, or the bytes of the model's own type; the same for the papers' bytes."""
+    kind, own = layer.attention, None
+    if kind is None:
+        own = table(lambda tokens: [layer.row_bytes + layer.token_bytes * tokens], [1])
+    elif (window := kind.window) is not None:
+        width = kind.channels * paper.EXACT_BITS / 8
+        own = table(lambda tokens: [min(tokens, window) * width], sorted({1, window}))
     return {
-        "heads": one.heads, "key": one.key_channels, "value": one.value_channels, "window": one.window,
-        "token": one.token_bytes,
-    }  # fmt: skip
+        "count": 1,
+        "kind": None if kind is None else name_of(kind_of(kind)),
+        "heads": None if kind is None else kind.heads,
+        "width": None if kind is None else kind.channels,
+        "packs": own is None and not refused,
+        "own": [layer.fixed_bytes, layer.row_bytes, layer.token_bytes, layer.source_token_bytes],
+        "paper": own,
+    }
 
 
-def scheme(named: Named, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
+def work(shape: Shape, index: int) -> list[float]:
+    """One of the works of :func:`kvbits.plan.peak.at_work`, as coefficients of 1, tokens read, tokens in the cache."""
+    return bilinear(lambda read, tokens: peak.at_work(shape, read, tokens)[index], 2, 1)
+
+
+def kind_of(attention: Attention) -> Kind:
+    return attention.key_channels, attention.value_channels, attention.key_dtype.itemsize
+
+
+def name_of(kind: Kind) -> str:
+    return "/".join(map(str, kind))
+
+
+def scheme(named: Named, kinds: Sequence[Kind]) -> dict[str, Any]:
     """A scheme: its own form and those of its overrides, and the terms of the papers' accounting."""
     whole = named.scheme
     own = replace(whole, overrides=())
@@ -170,7 +199,7 @@ def scheme(named: Named, sizes: Iterable[tuple[int, int]]) -> dict[str, Any]:
         "calibrated": whole.needs_calibration,
         "pre_rope": whole.pre_rope,
         "packs": whole.packs,
-        "forms": [form(layers, one, paper_name, whole.needs_calibration, sizes) for layers, one, paper_name in forms],
+        "forms": [form(layers, one, paper_name, whole.needs_calibration, kinds) for layers, one, paper_name in forms],
     }
 
 
@@ -181,33 +210,68 @@ def whole_of(one: Scheme, layer: int, count: int) -> Scheme:
 
 
 def form(
-    layers: list[int] | None, own: Scheme, named: Named, calibrated: bool, sizes: Iterable[tuple[int, int]]
+    layers: list[int] | None, own: Scheme, named: Named, calibrated: bool, kinds: Sequence[Kind]
 ) -> dict[str, Any]:
-    """One scheme without overrides: how much stays exact, and for each size of a head the bytes of its records."""
+    """One scheme without overrides: for each kind of head the real bytes of a layer, and those of the papers."""
     return {
         "layers": layers,
-        "sinks": own.sinks, "late": own.late_sinks, "residual": own.residual, "block": own.block,
-        "paper": [asdict(side) for side in paper.terms(named)],
-        "sizes": {
-            f"{key}/{value}/{itemsize}": record(own, key, value, itemsize, calibrated)
-            for key, value in sizes for itemsize in DTYPES
-        },
-    }  # fmt: skip
+        "real": {name_of(kind): real(own, kind, calibrated) for kind in kinds},
+        "paper": {name_of(kind): of_papers(named, kind) for kind in kinds},
+    }
+
+
+def of_heads(kind: Kind, heads: int) -> Attention:
+    key, value, itemsize = kind
+    return Attention(heads, key, value, DTYPES[itemsize], DTYPES[itemsize])
 
 
 @cache
-def record(own: Scheme, key: int, value: int, itemsize: int, calibrated: bool) -> list[int] | None:
-    """Bytes of a record, and of what a layer has fitted before and after it packs: shared by its heads, and of each.
+def real(own: Scheme, kind: Kind, calibrated: bool) -> Table | None:
+    """Bytes of a layer, as coefficients of 1, heads, rows, and heads times rows; None for heads that do not fit."""
 
-    None where the scheme does not fit such a head.
-    """
-    one, two = (Attention(heads, key, value, DTYPES[itemsize], DTYPES[itemsize]) for heads in (1, 2))
+    def value(tokens: int) -> list[float]:
+        def nbytes(heads: int, rows: int) -> int:
+            return memory.packed(own, of_heads(kind, heads), History.of(tokens), rows, calibrated).count.total
+
+        return bilinear(nbytes, 1, 1)
+
     try:
-        nbytes = memory.record_of(own, one).nbytes
+        memory.record_of(own, of_heads(kind, 1))
     except ValueError:
         return None
-    found = [nbytes]
-    for packs in (False, True):
-        least, more = (memory.fitted_bytes(own, kind, calibrated, packs) for kind in (one, two))
-        found += [2 * least - more, more - least]
-    return found
+    if not own.packs:
+        return table(value, [1])
+    first = own.limits().most + 1
+    return table(value, [1, *(first + block * own.block for block in range(SPARE))], SPARE * own.block)
+
+
+@cache
+def of_papers(named: Named, kind: Kind) -> Table:
+    """The papers' bytes of a row of a layer, as coefficients of 1 and heads."""
+
+    def value(tokens: int) -> list[float]:
+        one, two = (
+            paper.bits(named, of_heads(kind, heads), tokens) / 8 * tokens * of_heads(kind, heads).channels
+            for heads in (1, 2)
+        )
+        return [2 * one - two, two - one]
+
+    return table(value, sorted({1, max(1, named.scheme.sinks + named.scheme.late_sinks)}))
+
+
+def table(value: Callable[[int], list[float]], starts: list[int], period: int = 0) -> Table:
+    """Values of Python; ``starts`` are the lengths at which a piece of them begins that is linear."""
+
+    def less(first: int, last: int) -> list[float]:
+        return [b - a for a, b in zip(value(first), value(last), strict=True)]
+
+    rise = less(starts[1], starts[1] + period) if period else []
+    return [starts, [value(start) for start in starts], [less(start, start + 1) for start in starts], period, rise]
+
+
+def bilinear(value: Callable[[int, int], int], x: int, y: int) -> list[float]:
+    """Coefficients of 1, x, y, and x times y, of what is linear in either, from four values."""
+    least, along_y, along_x, both = (value(x + i, y + j) for i in (0, 1) for j in (0, 1))
+    mixed = both - along_x - along_y + least
+    first, second = along_x - least - mixed * y, along_y - least - mixed * x
+    return [least - first * x - second * y - mixed * x * y, first, second, mixed]

@@ -13,7 +13,8 @@ Of one side (keys or values) with ``d`` channels over all KV heads, at ``L`` tok
 
 ``int4``, ``nf4`` and ``nuq4`` mean what the paper's table means by them: one group over all ``d`` channels of a token.
 What kvbits stores under these names has groups of 64 channels, which the paper calls ``int4-gs64``. Exact recent
-tokens, alignment, tables and room to grow are not counted.
+tokens, alignment, tables and room to grow are not counted. A codec that no paper of these has is counted as it lies in
+a block (``Codec.layout``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from kvbits.codecs import Codec, Exact, Fp8, Fp8Static, Grouped, HalfQuadratic, LloydMax, NonUniform, NormalFloat
+import torch
+
+from kvbits.codecs import Affine, Exact, Grouped
 from kvbits.plan.shapes import Attention, Shape
 from kvbits.schemes.scheme import Scheme
 
@@ -60,60 +63,6 @@ class Named:
         return sides.get("k", key), sides.get("v", value or key)
 
 
-@dataclass(frozen=True)
-class Terms:
-    """Bits per element of keys or values, as the numerators of what they are made of.
-
-    Attributes:
-        code: of a code.
-        each: of every element beside it.
-        per_width: divided by the channels of all KV heads.
-        per_channels: divided by those of one head.
-        per_tokens: divided by the tokens in the cache.
-        sinks: exact tokens, of which each costs what an exact element has more.
-    """
-
-    code: int
-    each: float = 0.0
-    per_width: float = 0.0
-    per_channels: float = 0.0
-    per_tokens: float = 0.0
-    sinks: int = 0
-
-    def bits(self, heads: int, channels: int, tokens: int) -> float:
-        """The sum."""
-        shared = self.per_width / (heads * channels) + self.per_channels / channels + self.per_tokens / tokens
-        exact = (EXACT_BITS - self.code) * min(tokens, self.sinks) / tokens
-        return self.code + self.each + shared + exact
-
-
-def terms(named: Named) -> tuple[Terms, Terms]:
-    """Of keys and of values, of layers that are not overridden."""
-    scheme = named.scheme
-    sinks = scheme.sinks + scheme.late_sinks if "sinks=" in named.name else 0
-    key, value = named.words()
-    return replace(_terms(scheme.key, key, True), sinks=sinks), replace(_terms(scheme.value, value, False), sinks=sinks)
-
-
-def _terms(codec: Codec, word: str, keys: bool) -> Terms:
-    bits = codec.format.bits
-    if isinstance(codec, Exact):
-        return Terms(EXACT_BITS)
-    if isinstance(codec, Fp8Static):
-        return Terms(bits)
-    if isinstance(codec, (Fp8, LloydMax)):
-        return Terms(bits, per_channels=16)
-    assert isinstance(codec, Grouped)
-    outliers = 32 * codec.outliers
-    wide_zero = isinstance(codec, (NormalFloat, HalfQuadratic, NonUniform)) or codec.static or word.startswith("kivi")
-    shared = (16 if wide_zero else bits) + 16
-    if codec.static and keys:
-        return Terms(bits, outliers, per_tokens=shared)
-    if codec.static or _OVER_ALL_CHANNELS.fullmatch(word):
-        return Terms(bits, outliers, per_width=shared)
-    return Terms(bits, shared / codec.group + outliers)
-
-
 def bits(named: Named, attention: Attention, tokens: int) -> float:
     """Bits per element of a packed layer that is not overridden, K and V together.
 
@@ -122,10 +71,38 @@ def bits(named: Named, attention: Attention, tokens: int) -> float:
         attention: the layer.
         tokens: in the cache, at least 1.
     """
-    key, value = terms(named)
-    heads, channels = attention.heads, (attention.key_channels, attention.value_channels)
-    each = [side.bits(heads, of_head, tokens) * of_head for side, of_head in zip((key, value), channels, strict=True)]
-    return sum(each) / sum(channels)
+    scheme, total = named.scheme, 0.0
+    sinks = min(tokens, scheme.sinks + scheme.late_sinks if "sinks=" in named.name else 0)
+    sides = zip(
+        (scheme.key, scheme.value), named.words(), (attention.key_channels, attention.value_channels), strict=True
+    )
+    for index, (codec, word, channels) in enumerate(sides):
+        if isinstance(codec, Grouped):
+            each = _bits_of_groups(codec, word, attention.heads * channels, tokens if index == 0 else None)
+        else:
+            each = EXACT_BITS if isinstance(codec, Exact) else codec.bits_per_element(scheme.block, channels)
+        total += channels * (each + (EXACT_BITS - (codec.format.bits or EXACT_BITS)) * sinks / tokens)
+    return total / (attention.key_channels + attention.value_channels)
+
+
+def _bits_of_groups(codec: Grouped, word: str, width: int, tokens: int | None) -> float:
+    """Bits per element of a grouped codec.
+
+    Args:
+        word: how the codec is spelled.
+        width: channels of all KV heads.
+        tokens: in the cache, where static scales count once for all of them (keys); None: once for each token.
+    """
+    bits = codec.bits + 32 * codec.outliers
+    if codec.static:
+        return bits + 32 / (tokens or width)
+    parts = [
+        part for part in codec.layout(codec.group, codec.group, torch.bfloat16) if part.role in ("scales", "zeros")
+    ]
+    shared = sum(8 * part.dtype.itemsize for part in parts)
+    if isinstance(codec, Affine) and not word.startswith("kivi"):
+        shared = 16 + codec.bits  # the papers' zero of an integer is an integer
+    return bits + shared / (width if _OVER_ALL_CHANNELS.fullmatch(word) else codec.group)
 
 
 def nbytes(named: Named, shape: Shape, tokens: int, batch: int = 1) -> float:

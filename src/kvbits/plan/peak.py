@@ -39,8 +39,13 @@ def activation_bytes(
         packs: whether what comes before them is packed.
         logits: of which columns logits are computed: ``last``, as ``generate`` does, or ``all``, as a plain forward.
     """
-    if shape.widths is None or not tokens:
-        return 0
+    works = at_work(shape, tokens, context, packs, logits) if shape.widths is not None and tokens else ()
+    return rows * max(works, default=0)
+
+
+def at_work(shape: Shape, tokens: int, context: int, packs: bool = True, logits: str = "last") -> tuple[int, ...]:
+    """Of each row, what is there while an MLP is at work, and while attention is; of a model whose widths are known."""
+    assert shape.widths is not None
     widths, itemsize = shape.widths, shape.dtype.itemsize
     kinds = [kind for kind in shape.kinds() if kind is not None]
     channels = max((kind.channels for kind in kinds), default=0)
@@ -56,7 +61,7 @@ def activation_bytes(
     attention = 2 * (tokens * widths.query + handed) * itemsize + mask + copied + repeated
     columns = 1 if logits == "last" else tokens
     head = widths.vocabulary * (columns * itemsize + _FLOAT_BYTES)
-    return rows * (tokens * always * itemsize + max(mlp, attention) + head)
+    return tuple(tokens * always * itemsize + work + head for work in (mlp, attention))
 
 
 def exchange_bytes(shape: Shape, tokens: int, rows: int = 1) -> int:

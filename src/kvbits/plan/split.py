@@ -29,16 +29,16 @@ class Share:
     Attributes:
         shape: its part of the model.
         first: its first layer, for schemes that name layers.
-        turns: which packed blocks it holds.
+        shards: which packed blocks it holds.
     """
 
     shape: Shape
     first: int = 0
-    turns: Shards = ALONE
+    shards: Shards = ALONE
 
     def tokens(self, tokens: int) -> int:
         """Of so many of a prompt, those that it computes."""
-        return -(-tokens // self.turns.world)
+        return -(-tokens // self.shards.world)
 
 
 def shares(shape: Shape, devices: int, split: str) -> list[Share]:
@@ -122,4 +122,4 @@ def _context(shape: Shape, devices: int) -> list[Share]:
     if shape.encodes:
         raise ValueError(f"{shape.name} has an encoder, and kvbits.parallel shares the context of decoders only; "
                          "split it by pipeline or tensor")  # fmt: skip
-    return [Share(shape, turns=Shards(rank, devices, RUN_BLOCKS)) for rank in range(devices)]
+    return [Share(shape, shards=Shards(rank, devices, RUN_BLOCKS)) for rank in range(devices)]

@@ -12,13 +12,14 @@ from typing import Any
 from kvbits.codecs import Codec, Exact
 from kvbits.schemes import grammar
 from kvbits.schemes.names import known_pair, named, parse_codec
+from kvbits.store.room import Limits, most_room_in_window
 
 RESIDUAL_TOKENS = 128
 SINK_TOKENS = 4
 BLOCK_TOKENS = 128
 BLOCKS = (32, 64, 128, 256)
 
-_EXACT_BITS = 16
+_EXACT_BYTES = 2
 """Of an exact element, for estimates."""
 
 _FIELDS = ("residual", "sinks", "block", "pre_rope", "centred", "late_sinks")
@@ -75,8 +76,7 @@ class Scheme:
     late_sinks: int = 0
 
     def __post_init__(self) -> None:
-        exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)
-        if self.residual is None and not exact:
+        if self.residual is None and not self.is_exact:
             raise ValueError(f"residual=None keeps every token exact, which only 'exact' means; got {self.key}")
         residual = 0 if self.residual is None else self.residual
         for name, number in (("residual", residual), ("sinks", self.sinks), ("late_sinks", self.late_sinks)):
@@ -107,6 +107,16 @@ class Scheme:
     def packs(self) -> bool:
         """Whether anything leaves the exact buffer."""
         return self.residual is not None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether keys and values are stored as they came, but for layers that are overridden."""
+        return isinstance(self.key, Exact) and isinstance(self.value, Exact)
+
+    def limits(self, window_tokens: int | None = None) -> Limits:
+        """How many tokens of a layer stay exact; under a window there are no sinks."""
+        sinks = (self.sinks, self.late_sinks) if window_tokens is None else (0, 0)
+        return Limits(*sinks, self.residual, self.block)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
@@ -149,12 +159,12 @@ class Scheme:
         With blocks as much shorter as it takes to need less memory than the exact window; else ``exact``: where most
         of the window is residual, packing the rest saves nothing. A scheme that packs exact tokens is left as it is.
         """
-        if not self.packs or (isinstance(self.key, Exact) and isinstance(self.value, Exact)):
+        if not self.packs or self.is_exact:
             return self
         for block in sorted((b for b in BLOCKS if b <= self.block), reverse=True):
             if all(block % codec.block_multiple == 0 for codec in (self.key, self.value)):
                 scheme = replace(self, block=block, overrides=())
-                if scheme._window_bits(window_tokens) <= 0.95 * (window_tokens - 1) * 2 * _EXACT_BITS:
+                if scheme._window_bytes(window_tokens) <= 0.95 * (window_tokens - 1) * 2 * _EXACT_BYTES:
                     return scheme
         return Scheme(Exact(), Exact(), residual=None, sinks=self.sinks, block=self.block)
 
@@ -172,18 +182,15 @@ class Scheme:
         own = own.for_window(window_tokens)
         return own if sliding and own.packs else None
 
-    def _window_bits(self, window_tokens: int) -> float:
-        """Most bits that a channel of K and one of V need together under a window: see ``LayerCache._slide``."""
-        assert self.residual is not None
-        block, bits = self.block, sum(c.bits_per_element(self.block, 64) for c in (self.key, self.value))
-        # One block may be left behind in part, one stays for steps back, one comes before one goes; an eighth is spare.
-        packed = max(0, window_tokens - 1 - self.residual) + 3 * block
-        return 2 * _EXACT_BITS * (self.residual + block - 1) + bits * packed * 9 / 8
+    def _window_bytes(self, window_tokens: int) -> float:
+        """Most bytes that a channel of K and one of V need together under a window."""
+        bits = sum(codec.bits_per_element(self.block, 64) for codec in (self.key, self.value))
+        room = most_room_in_window(self.limits(window_tokens), window_tokens)
+        return room.nbytes(2 * _EXACT_BYTES, self.block * bits / 8)
 
     def __str__(self) -> str:
-        exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)
         options = []
-        if self.residual != (None if exact else RESIDUAL_TOKENS):
+        if self.residual != (None if self.is_exact else RESIDUAL_TOKENS):
             options.append(f"residual={self.residual}")
         if self.sinks != SINK_TOKENS or self.late_sinks:
             options.append(f"sinks={self.sinks}" + (f"+{self.late_sinks}" if self.late_sinks else ""))

@@ -16,11 +16,9 @@ import torch
 
 from kvbits.hf.cache import KVCache, nbytes_of
 from kvbits.sessions.prefixes import LEAST_TOKENS, PrefixStore, in_common
+from kvbits.store.room import SPARE
 
 log = logging.getLogger("kvbits.serve")
-
-_SPARE = 8
-"""What grows gets one part in this many more than it needs: see :mod:`kvbits.store.blocks`."""
 
 
 class _Sized(Protocol):
@@ -148,8 +146,7 @@ class Pool:
     def _spare(self, cache: KVCache) -> int:
         """What a pool that is shared gets more than it needs, when it grows: a part of all that is in it."""
         stores = [layer.core.store for layer in cache.packed_layers]
-        shared = any(store is not None and len(store.shared.stores) > 1 for store in stores)
-        return self.nbytes // _SPARE if shared else 0
+        return self.nbytes // SPARE if any(store is not None and store.is_shared for store in stores) else 0
 
     def _drop_first(self) -> None:
         self._write(self.kept[0])
@@ -157,8 +154,7 @@ class Pool:
         del self.kept[0]
         self.evicted += 1
         for pool in pools:
-            for store in list(pool.stores)[:1]:  # what was shared is given back once it is worth the copying
-                store.compact()
+            pool.compact()
 
     def _write(self, one: Kept) -> None:
         if self.folder is None or len(one.tokens) < LEAST_TOKENS:

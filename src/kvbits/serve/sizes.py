@@ -12,6 +12,7 @@ from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import cache_name
 from kvbits.hf.stock import storage_bytes
 from kvbits.layer.cache import LayerCache
+from kvbits.store.room import most_room
 
 _PARAMS_BYTES = 16
 """For each channel: mean, balance, scale and zero in float32; what was calibrated is there from the start."""
@@ -63,7 +64,7 @@ class _Packed:
 
     def __init__(self, core: LayerCache) -> None:
         assert core.keys is not None and core.values is not None and core.store is not None
-        self.scheme, self.sinks, self.late_sinks = core.scheme, core.sinks, core.late_sinks
+        self.limits = core.limits
         self.block_bytes = core.store.heads * core.store.record.nbytes
         self.token_bytes = sum(x.shape[1] * x.shape[3] * x.itemsize for x in (core.keys, core.values))
         channels = core.keys.shape[1] * (core.keys.shape[3] + core.values.shape[3])
@@ -71,16 +72,10 @@ class _Packed:
         self.params_bytes = fitted + (channels * _PARAMS_BYTES if core.scheme.packs else 0)
 
     def at(self, tokens: int) -> int:
-        scheme, room = self.scheme, tokens + tokens // 8 + 8
-        if scheme.residual is None:
-            return room * self.token_bytes + self.params_bytes
-        exact = self.sinks + self.late_sinks + scheme.residual + scheme.block - 1
-        blocks = max(0, tokens - self.sinks - scheme.residual) // scheme.block
-        if tokens <= exact:
-            blocks, exact = 0, min(room, exact)
-        pool = blocks + blocks // 8
-        order = 4 * (tokens + 2 * scheme.block) if self.late_sinks else 0  # where late sinks stood in the text
-        return exact * self.token_bytes + pool * (self.block_bytes + 8) + order + self.params_bytes
+        nbytes = most_room(self.limits, tokens).nbytes(self.token_bytes, self.block_bytes)
+        # Where late sinks stood in the text is noted for each token.
+        order = 4 * (tokens + 2 * self.limits.block) if self.limits.late_sinks else 0
+        return int(nbytes) + order + self.params_bytes
 
 
 class _Stock:

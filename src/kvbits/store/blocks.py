@@ -81,6 +81,11 @@ class Pool:
         self.stores: WeakSet[BlockStore] = WeakSet()
         self.lock = threading.RLock()
 
+    def compact(self) -> None:
+        """Give back what no store refers to any more, once that is worth the copying."""
+        for store in list(self.stores)[:1]:
+            store.compact()
+
     def __getstate__(self) -> tuple[torch.Tensor, int]:
         return self.memory, self.used  # a copied store says itself that it refers to the copy
 
@@ -163,6 +168,11 @@ class BlockStore:
     def longest(self) -> int:
         """Blocks of the longest row."""
         return max(self.counts, default=0)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other stores write into its pool."""
+        return len(self.shared.stores) > 1
 
     @_locked
     def fork(self) -> BlockStore:

@@ -58,7 +58,116 @@ function writeAddress() {
 }
 
 function modelNow() {
-  return state.model === OWN ? modelOfNumbers(state.layers, state.heads, state.dim, state.parameters, 2) : DATA.models[state.model];
+  return state.model === OWN ? modelOfNumbers(state) : DATA.models[state.model];
+}
+
+// -- numbers, read off what kvbits.plan.page has written down -------------------------------------------------------
+
+/** A value at a length. Coefficients in a table are those of the factors. */
+function at([starts, values, more, period, rise], tokens, factors) {
+  const rounds = period ? Math.max(0, Math.floor((tokens - starts[1]) / period)) : 0, place = tokens - rounds * period;
+  const piece = starts.findLastIndex(start => start <= place), further = place - starts[piece];
+  return factors.reduce((sum, factor, i) => sum + factor * (values[piece][i] + further * more[piece][i] + rounds * (rise[i] || 0)), 0);
+}
+
+/** A model of equal layers, as kvbits.plan.shapes.of_numbers makes it. */
+function modelOfNumbers({ layers, heads, dim, parameters }) {
+  const kind = `${dim}/${dim}/2`, weights = Object.entries(DATA.weight_bits).map(([how, bits]) => [how, Math.ceil(bits * parameters / 8)]);
+  return {
+    title: "numbers of your own", runs: [{ count: layers, kind, heads, width: 2 * dim * heads, packs: true, paper: null }],
+    usual: { kind, heads }, weights: Object.fromEntries(weights), peak: null, windows: 0, trained: null, refusal: null, unrotatable: null,
+    encodes: false, eager: false,
+  };
+}
+
+/** Layers that are stored alike, [{run, form, count}]. Throws where an override names a layer that there is not. */
+function partsOf(model, scheme) {
+  const layers = model.runs.flatMap(run => Array(run.count).fill(run)), found = [];
+  const forms = Array(layers.length).fill(scheme.forms[0]);
+  for (const form of scheme.forms.slice(1))
+    for (const layer of form.layers) {
+      if (layer < -forms.length || layer >= forms.length) throw new Error(`names layer ${layer}, and the model has ${forms.length}`);
+      forms.splice(layer, 1, form);
+    }
+  layers.forEach((run, index) => {
+    const last = found[found.length - 1], form = forms[index];
+    if (last && last.run === run && last.form === form) last.count++;
+    else found.push({ run, form, count: 1 });
+  });
+  return found;
+}
+
+/** Bytes of a cache, those of its largest layer and of its packed ones, and the elements of these. */
+function cacheOf(parts, tokens, rows, source) {
+  const found = { bytes: 0, largest: 0, packed: 0, elements: 0 };
+  for (const { run, form, count } of parts) {
+    const real = run.packs && form.real[run.kind];
+    if (real === null) throw new Error("does not fit heads of this size");
+    let each;
+    if (real) {
+      each = at(real, tokens, [1, run.heads, rows, rows * run.heads]);
+      found.packed += count * each;
+      found.elements += count * rows * tokens * run.width;
+    } else {
+      const [fixed, row, token, ofSource] = run.own;
+      each = fixed + rows * (row + token * tokens + ofSource * source);
+    }
+    found.bytes += count * each;
+    found.largest = Math.max(found.largest, each);
+  }
+  return found;
+}
+
+/** Bytes of a row by the papers' accounting. */
+function paperBytes(parts, tokens) {
+  return parts.reduce((sum, { run, form, count }) =>
+    sum + count * (run.paper ? at(run.paper, tokens, [1]) : at(form.paper[run.kind], tokens, [1, run.heads])), 0);
+}
+
+function paperBits(usual, scheme, tokens) {
+  if (usual === null) return DATA.exact_bits;
+  const [key, value] = usual.kind.split("/").map(Number);
+  return 8 * at(scheme.forms[0].paper[usual.kind], tokens, [1, usual.heads]) / (tokens * usual.heads * (key + value));
+}
+
+/** A number that fits while one more does not; 0 if 1 does not, null if `end` does. */
+function most(fits, end) {
+  let low = 0, high = 1;
+  while (high <= end && fits(high)) [low, high] = [high, 2 * high];
+  if (low >= end) return null;
+  while (high - low > 1) {
+    const middle = Math.floor((low + high) / 2);
+    if (fits(middle)) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+/** One scheme under a setting {context, batch, memory, weights}; {error} where the model refuses it. */
+function planOne(model, name, setting) {
+  const scheme = DATA.schemes[name], weights = model.weights[setting.weights];
+  if (model.refusal !== null && name !== "exact") return { name, error: model.refusal };
+  if (scheme.pre_rope && model.unrotatable !== null) return { name, error: model.unrotatable };
+  if (weights === undefined) return { name, error: "the files of this model's weights are not at hand" };
+  try {
+    const parts = partsOf(model, scheme), { context, batch, memory } = setting;
+    const need = (tokens, rows) => {
+      const cache = cacheOf(parts, tokens, rows, context), read = model.encodes ? Math.max(tokens, context) : tokens;
+      const works = (model.peak || []).map(([none, ofRead, ofTokens, both]) => none + ofRead * read + ofTokens * tokens + both * read * tokens);
+      const peak = works.length ? rows * Math.max(...works) + cache.largest : 0;
+      return { cache, peak, total: weights + cache.bytes + peak };
+    };
+    const { cache, peak, total } = need(context, batch);
+    return {
+      name, weights, peak, total, real_bytes: cache.bytes, real_bits: cache.elements ? 8 * cache.packed / cache.elements : 0,
+      paper_bits: paperBits(model.usual, scheme, context), paper_gib: batch * paperBytes(parts, context) / GIB, fits: total <= memory,
+      max_context: most(tokens => need(tokens, batch).total <= memory, DATA.limits.tokens),
+      max_batch: most(rows => need(context, rows).total <= memory, DATA.limits.batch),
+      at: tokens => need(tokens, batch).total,
+    };
+  } catch (error) {
+    return { name, error: error.message };
+  }
 }
 
 // -- how numbers are written ----------------------------------------------------------------------------------------
@@ -83,10 +192,9 @@ function render() {
   showNumbers(rows);
   const notes = [];
   if (model.trained !== null && state.context > model.trained) notes.push(`The model was made for ${count(model.trained)} tokens.`);
-  if (model.widths === null) notes.push("The peak of a prompt is not known for numbers alone, and is left out.");
+  if (model.peak === null) notes.push("The peak of a prompt is not known for numbers alone, and is left out.");
   if (model.eager) notes.push("Transformers has no sdpa for this model: without a flash kernel, a matrix of scores of each of its heads comes on top of the peak.");
-  const windows = model.runs.filter(run => run.layer.attention && run.layer.attention.window).reduce((sum, run) => sum + run.count, 0);
-  if (windows) notes.push(`${windows} layers have a window and stay exact. They hold the whole prompt until the next step.`);
+  if (model.windows) notes.push(`${model.windows} layers have a window and stay exact. They hold the whole prompt until the next step.`);
   const calibrated = state.schemes.filter(name => DATA.schemes[name].calibrated);
   if (calibrated.length) notes.push(`${calibrated.join(", ")}: to be calibrated on a text first.`);
   $("notes").replaceChildren(...notes.map(note => element("li", {}, note)));
