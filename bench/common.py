@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from kvbits.measure.bench import Bench
+from kvbits.measure.results import written
 from kvbits.measure.setting import setting
 from kvbits.measure.text import prose as prose  # for the other scripts
 
@@ -21,7 +22,7 @@ def write(name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
     path = RESULTS / f"{name}.json"
     here = setting(commit=commit())
     here["command"] = f"python bench/{here['command']}"
-    path.write_text(json.dumps({"setting": here, **more, "rows": rows}, indent=1) + "\n")
+    path.write_text(written({"setting": here, **more, "rows": rows}), encoding="utf-8")
     return path
 
 
@@ -33,6 +34,8 @@ def commit() -> str:
 
 def require_green(*tests: str) -> None:
     """Refuse to measure what is wrong: run these test files first, and end the program if one fails."""
+    if importlib.util.find_spec("pytest") is None:
+        raise SystemExit(f"{' '.join(tests)} must pass first, and pytest is not installed: pip install 'kvbits[dev]'")
     root = Path(__file__).parent.parent
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

@@ -56,7 +56,7 @@ class Results:
         self.rows = list({self._key(row): row for row in (*there, *self.rows)}.values())
         data = {"format": FORMAT, "kind": self.kind, "setting": self.setting, "rows": self.rows}
         with replacing(path) as beside:
-            beside.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            beside.write_text(written(data), encoding="utf-8")
         return path
 
     @classmethod
@@ -123,6 +123,22 @@ class Results:
 
     def _key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in KEYS[self.kind])
+
+
+def written(data: Mapping[str, Any]) -> str:
+    """Results as JSON: a line for each row, and one for each other field.
+
+    Raises:
+        ValueError: for NaN and infinity, which JSON does not have.
+    """
+
+    def line(value: Any) -> str:
+        return json.dumps(value, allow_nan=False)
+
+    parts = {name: line(value) for name, value in data.items()}
+    if data.get("rows"):
+        parts["rows"] = "[\n  " + ",\n  ".join(map(line, data["rows"])) + "\n ]"
+    return "{\n" + ",\n".join(f" {line(name)}: {text}" for name, text in parts.items()) + "\n}\n"
 
 
 def missing_figures(row: Mapping[str, Any]) -> list[str]:
