@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ def write(name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
     path = RESULTS / f"{name}.json"
     here = setting(commit=commit())
     here["command"] = f"python bench/{here['command']}"
-    path.write_text(row_lines({"setting": here, **more, "rows": rows}))
+    path.write_text(row_lines({"setting": here, **more, "rows": rows}), encoding="utf-8")
     return path
 
 
@@ -33,6 +34,8 @@ def commit() -> str:
 
 def require_green(*tests: str) -> None:
     """Refuse to measure what is wrong: run these test files first, and end the program if one fails."""
+    if importlib.util.find_spec("pytest") is None:
+        raise SystemExit(f"{' '.join(tests)} must pass first, and pytest is not installed: pip install 'kvbits[dev]'")
     root = Path(__file__).parent.parent
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

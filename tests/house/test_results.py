@@ -45,6 +45,19 @@ def test_two_runs_that_write_one_file_keep_each_others_rows(kind: str, tmp_path:
     assert found == [("int4", 1), ("kivi2", 3), ("int2", None), ("int8", 4)]
 
 
+def test_a_file_has_one_line_for_each_row(tmp_path: Path) -> None:
+    results = Results("quality", {"model": "m", "texts": {"a": [1, 2]}})
+    for count in range(3):
+        text = results.save(tmp_path / "out.json").read_text()
+        assert len(text.splitlines()) == 6 + (count + 1 if count else 0)
+        assert [json.loads(x.strip(",")) for x in text.splitlines() if x.startswith("  {")] == results.rows
+        assert Results.load(tmp_path / "out.json") == results
+        results.put(row("quality", f"int{count}\n", figure=[0.1, None, {"漢": 1}]))
+    with pytest.raises(ValueError, match="JSON"):
+        Results("quality", {"nan": float("nan")}).save(tmp_path / "other.json")
+    assert not (tmp_path / "other.json").exists()
+
+
 def test_a_run_never_writes_over_another_setting(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     one, other = (Results.resume(file, "quality", {"chunk": chunk}) for chunk in (16, 8))

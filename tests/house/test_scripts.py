@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -30,3 +32,21 @@ def test_a_script_starts(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in set(sys.modules) - before:
             if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCH)):
                 del sys.modules[name]
+
+
+def test_a_script_without_pytest_says_so_rather_than_that_a_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    common = importlib.import_module("common")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"test_x\.py must pass first, and pytest .* pip install 'kvbits\[dev\]'"):
+        common.require_green("tests/test_x.py")
+
+
+def test_a_script_measures_nothing_where_a_test_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    common = importlib.import_module("common")
+    (tmp_path / "test_red.py").write_text("def test_red(): assert False")
+    (tmp_path / "test_green.py").write_text("def test_green(): pass")
+    common.require_green(str(tmp_path / "test_green.py"))
+    with pytest.raises(SystemExit, match="a test fails, so nothing is measured"):
+        common.require_green(str(tmp_path / "test_red.py"))
