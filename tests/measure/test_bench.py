@@ -82,7 +82,7 @@ Log = list[tuple[Runner, int, int]]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Runner, int, bool], float]], Log]:
-    """Make forwards take what a function of the runner, the tokens and whether something was packed says; a log of them.
+    """Make forwards take what a function of runner, tokens and whether something was packed says; a log of them.
 
     The forwards are real, only their times are made up.
     """

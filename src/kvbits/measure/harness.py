@@ -114,7 +114,7 @@ class _Reader:
 
 
 @register_model("kvbits")
-class KvbitsLM(HFLM):
+class KvbitsLM(HFLM):  # type: ignore[misc]  # a class of theirs, without annotations
     """A Transformers model with its keys and values under a scheme.
 
     Args:

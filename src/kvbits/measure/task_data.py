@@ -52,7 +52,7 @@ def _config(file: Path) -> dict[str, Any]:
     """A task file as the harness reads it: over what it includes, and with its functions."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # a class of theirs, without annotations
         """Also knows ``!function module.name``, of a module beside the file."""
 
     Loader.add_constructor("!function", lambda loader, node: _function(node.value))

@@ -141,7 +141,9 @@ def model(title: str, shape: Shape) -> dict[str, Any]:
             how: setting.weights_bytes(shape.weights, how, shape.dtype) for how in setting.WEIGHTS
             if how != "file" or (shape.weights is not None and shape.weights.file_bytes is not None)
         },
-        "peak": None if shape.widths is None else [work(shape, index) for index in range(len(peak.at_work(shape, 1, 1)))],
+        "peak": None
+        if shape.widths is None
+        else [work(shape, index) for index in range(len(peak.at_work(shape, 1, 1)))],
         "windows": sum(layer.attention is not None and layer.attention.window is not None for layer in shape.layers),
         "trained": shape.trained,
         "refusal": shape.refusal,

@@ -184,9 +184,9 @@ class PrefixStore:
         with self._lock:
             known: dict[str, Entry] = {}
             for file in files_of(self.folder, self.identity):
-                known = self._entries.get(file.path.name)
-                same = known is not None and known.inode == file.inode
-                entry = known if same else self._read(file.path, file.inode)
+                before = self._entries.get(file.path.name)
+                same = before is not None and before.inode == file.inode
+                entry = before if same else self._read(file.path, file.inode)
                 if entry is not None:
                     known[file.path.name] = entry
             self._entries = known

@@ -30,7 +30,7 @@ from kvbits.vllm.pages import Batch, Pages, paged_scheme
 from kvbits.vllm.plugin import SCHEME
 
 
-class PackedBackend(AttentionBackend):
+class PackedBackend(AttentionBackend):  # type: ignore[misc]  # a class of theirs, without annotations
     """Attention over packed pages. Named as the backend whose place it takes: vLLM looks it up by that name."""
 
     forward_includes_kv_cache_update: bool = False
@@ -103,7 +103,7 @@ class Step:
     batches: list[Batch]
 
 
-class StepBuilder(AttentionMetadataBuilder[Step]):
+class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]  # a class of theirs, without annotations
     """Sorts the requests of a step: those with one new token each go together, and every other by itself."""
 
     def __init__(
@@ -135,7 +135,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         return step
 
 
-class PackedAttention(AttentionImpl[Step]):
+class PackedAttention(AttentionImpl[Step]):  # type: ignore[misc]  # a class of theirs, without annotations
     """One layer: writes new tokens into packed pages, and attends to them.
 
     Raises:
