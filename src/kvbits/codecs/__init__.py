@@ -1,7 +1,7 @@
 """One quantization method per file. ``CODECS`` is the table that the grammar, the docs and the tests read."""
 
 from kvbits.codecs.affine import Affine
-from kvbits.codecs.base import Codec
+from kvbits.codecs.base import Choice, Codec
 from kvbits.codecs.exact import Exact
 from kvbits.codecs.fp8 import Fp8, Fp8Static
 from kvbits.codecs.grouped import Grouped
@@ -18,6 +18,7 @@ CODECS: tuple[type[Codec], ...] = (
 __all__ = [
     "CODECS",
     "Affine",
+    "Choice",
     "Codec",
     "Exact",
     "Fp8",

@@ -17,6 +17,7 @@ class Affine(Grouped):
     """Min/max affine codes of 2, 3, 4 or 8 bits. See :class:`Grouped`."""
 
     name: ClassVar[str] = "int"
+    chooses = "range"
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
     pattern = grouped_pattern("int", allowed_bits, "-channel|-static|-calibrated")
     examples: ClassVar[tuple[str, ...]] = (

@@ -5,11 +5,26 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
+from kvbits.numerics import codebook
 from kvbits.types import Format, Packed, Params, Part
+
+Choice: TypeAlias = Literal["range", "half-quadratic", "magnitude", "fixed", "norm", "open range"]
+"""How an encoder chooses scale and zero of a group.
+
+- ``range``: its smallest and its largest element meet the lowest and the highest level.
+- ``open range``: as ``range``, also for constant groups, where no level may be 1 (:mod:`kvbits.codecs.non_uniform`).
+- ``half-quadratic``: the scale of ``range``, and the zero that HQQ finds.
+- ``magnitude``: the largest magnitude meets the largest level; no zero.
+- ``norm``: see :mod:`kvbits.codecs.lloyd_max`; no zero.
+- ``fixed``: given by the params.
+"""
+
+_DECIDES = {"encode", "choose", "to_codes", "statics", "span", "layout"}
+"""What makes the bits of a codec."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,17 @@ class Codec(ABC):
 
     rotates: ClassVar[bool] = False
     """Whether the cache rotates blocks (Hadamard with random signs, over head_dim) before it encodes them."""
+
+    chooses: ClassVar[Choice | None] = None
+    """How :meth:`encode` chooses, as the native and the Triton encoder do it; None: no kernel encodes this codec.
+
+    A subclass that overrides anything of :meth:`encode` encodes by itself until it says how it ``chooses``.
+    """
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "chooses" not in vars(cls) and _DECIDES & vars(cls).keys():
+            cls.chooses = None
 
     @property
     def is_fitted(self) -> bool:
@@ -66,6 +92,11 @@ class Codec(ABC):
     def table(self, params: Params) -> torch.Tensor | None:
         """The levels of a format with a table, float32 ``[2**bits]`` ascending; None for other formats."""
         return None
+
+    def edges(self, params: Params) -> torch.Tensor | None:
+        """What lies between the levels of a table as codes are chosen, float32 ``[2**bits - 1]``: the midpoints."""
+        table = self.table(params)
+        return None if table is None else codebook.midpoints(table)
 
     def fit(self, samples: torch.Tensor, weights: torch.Tensor | None = None) -> Params:
         """Fit static parameters of one layer and tensor. Default: none.

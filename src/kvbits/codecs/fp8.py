@@ -24,6 +24,7 @@ HEADROOM = 8.0
 class Fp8(Codec):
     """e4m3 with a scale per token and head: ``x ~ scale * e4m3``."""
 
+    chooses = "magnitude"
     pattern = re.compile("fp8")
     examples = ("fp8",)
 
@@ -65,6 +66,7 @@ class Fp8Static(Codec):
         calibrated: the scale comes from calibration, not from the first tokens that are packed.
     """
 
+    chooses = "fixed"
     pattern = re.compile("fp8-(?P<source>static|calibrated)")
     examples = ("fp8-static", "fp8-calibrated")
 

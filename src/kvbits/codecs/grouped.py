@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, TypeVar
 import torch
 
 from kvbits.codecs.base import Codec
-from kvbits.numerics import affine, bitpack, groups, outliers
+from kvbits.numerics import affine, bitpack, codebook, groups, outliers
 from kvbits.types import Format, Packed, Params, Part
 
 GROUPS = (16, 32, 64, 128)
@@ -190,7 +190,10 @@ class Grouped(Codec):
 
     def to_codes(self, grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, params: Params) -> torch.Tensor:
         """The code (uint8) of the level nearest to each element."""
-        return affine.quantize(grouped, scale, zero, self.bits)
+        edges = self.edges(params)
+        if edges is None:
+            return affine.quantize(grouped, scale, zero, self.bits)
+        return codebook.between(affine.to_levels(grouped, scale, zero), edges.to(grouped.device))
 
     def choose(
         self, grouped: torch.Tensor, dim: int, weights: torch.Tensor | None, chosen: torch.Tensor | None

@@ -53,6 +53,7 @@ class HalfQuadratic(Grouped):
     """Affine codes of 2, 3, 4 or 8 bits with a half-quadratic zero. See :class:`Grouped`."""
 
     name: ClassVar[str] = "hqq"
+    chooses = "half-quadratic"
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4, 8)
     dense_only = "its zero is found for all elements of a group, anew in every group"
     pattern = grouped_pattern("hqq", allowed_bits)

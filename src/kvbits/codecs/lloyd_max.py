@@ -29,6 +29,7 @@ class LloydMax(Codec):
     """``x ~ scale * table[code]``, table[code] nearest to ``x / rms(x)``; a scale for each token and head."""
 
     rotates: ClassVar[bool] = True
+    chooses = "norm"
     pattern = re.compile(r"lm(?P<bits>[234])")
     examples = ("lm4", "lm3", "lm2")
 

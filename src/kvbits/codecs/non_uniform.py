@@ -29,6 +29,7 @@ class NonUniform(Grouped):
     """
 
     name: ClassVar[str] = "nuq"
+    chooses = "open range"
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4)
     levels: ClassVar[Literal["uniform", "table"]] = "table"
     pattern = re.compile(grouped_pattern("nuq", allowed_bits, "-token|-channel|-static").pattern + "(?P<qnorm>-qnorm)?")
@@ -100,11 +101,11 @@ class NonUniform(Grouped):
     def table(self, params: Params) -> torch.Tensor:
         return params["levels" if self.qnorm else "table"]
 
+    def edges(self, params: Params) -> torch.Tensor:
+        return codebook.midpoints(params["table"])  # also where Q-Norm decodes with other levels
+
     def choose(
         self, grouped: torch.Tensor, dim: int, weights: torch.Tensor | None, chosen: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # A fitted table need not have a level of 1, by which constant groups are exact elsewhere.
         return affine.choose_qparams(grouped, dim, *self.span, outside=chosen, exact_constants=False)
-
-    def to_codes(self, grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, params: Params) -> torch.Tensor:
-        return codebook.nearest(affine.to_levels(grouped, scale, zero), params["table"].to(grouped.device))

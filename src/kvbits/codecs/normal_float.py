@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvbits.codecs.grouped import Grouped, grouped_pattern
-from kvbits.numerics import affine, codebook
+from kvbits.numerics import codebook
 from kvbits.types import Params
 
 
@@ -21,6 +21,7 @@ class NormalFloat(Grouped):
     """NormalFloat codes of 2, 3 or 4 bits. See :class:`Grouped`."""
 
     name: ClassVar[str] = "nf"
+    chooses = "range"
     allowed_bits: ClassVar[tuple[int, ...]] = (2, 3, 4)
     levels: ClassVar[Literal["uniform", "table"]] = "table"
     pattern = grouped_pattern("nf", allowed_bits, "-channel|-static|-calibrated")
@@ -28,6 +29,3 @@ class NormalFloat(Grouped):
 
     def table(self, params: Params) -> torch.Tensor:
         return torch.tensor(codebook.normal_float(self.bits), dtype=torch.float32)
-
-    def to_codes(self, grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, params: Params) -> torch.Tensor:
-        return codebook.nearest(affine.to_levels(grouped, scale, zero), self.table(params).to(grouped.device))

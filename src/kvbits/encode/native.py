@@ -11,31 +11,14 @@ from __future__ import annotations
 import torch
 
 from kvbits.backends import DTYPES, LEVELS, PER, library
-from kvbits.codecs import (
-    Affine,
-    Codec,
-    Exact,
-    Fp8,
-    Fp8Static,
-    Grouped,
-    HalfQuadratic,
-    LloydMax,
-    NonUniform,
-    NormalFloat,
-    Rotated,
-)
+from kvbits.codecs import Choice, Codec, Exact, Grouped
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.numerics import groups
 from kvbits.transform import NOTHING, Transform
 from kvbits.types import Packed, Params
 
-_RANGE, _HALF_QUADRATIC, _MAGNITUDE, _FIXED, _NORM, _OPEN_RANGE = range(6)
-"""How scales are chosen: the places of ``Choice`` in ``native/encoder.hpp``."""
-
-_CHOICES: dict[type[Codec], int] = {
-    Affine: _RANGE, Rotated: _RANGE, NormalFloat: _RANGE, NonUniform: _OPEN_RANGE, HalfQuadratic: _HALF_QUADRATIC,
-    Fp8: _MAGNITUDE, Fp8Static: _FIXED, LloydMax: _NORM,
-}  # fmt: skip
+_CHOICES: tuple[Choice, ...] = ("range", "half-quadratic", "magnitude", "fixed", "norm", "open range")
+"""The places of ``Choice`` in ``native/encoder.hpp``."""
 
 
 def why_not(codec: Codec, x: torch.Tensor, transform: Transform = NOTHING) -> list[str]:
@@ -44,7 +27,7 @@ def why_not(codec: Codec, x: torch.Tensor, transform: Transform = NOTHING) -> li
     if module is None:
         return [reason]
     reasons = {
-        f"{codec} has no native encoder": type(codec) not in _CHOICES and type(codec) is not Exact,
+        f"{codec} has no native encoder": codec.chooses is None and not isinstance(codec, Exact),
         f"tensors are on {x.device.type}": x.device.type != "cpu",
         f"{x.dtype} is encoded in full only by the reference": x.dtype not in DTYPES[1:4] and transform.is_nothing,
         "there is nothing to encode": x.numel() == 0,
@@ -72,6 +55,7 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
             raise Unsound(bad, limit_of(x.dtype))
         return codec.encode(x, params)
     form = codec.format
+    assert codec.chooses is not None
     static = isinstance(codec, Grouped) and codec.static
     length = tokens if static else form.group
     if form.per != "channel":
@@ -79,7 +63,7 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
     packed = {part.name: torch.empty(*x.shape[:-2], *part.shape, dtype=part.dtype) for part in parts}
     edges, table = _levels(codec, params)
     bad, _ = module.encode(
-        isa, threads, x, _FIXED if static else _CHOICES[type(codec)], LEVELS.index(form.levels),
+        isa, threads, x, _CHOICES.index("fixed" if static else codec.chooses), LEVELS.index(form.levels),
         PER.index("token" if form.per == "layer" else form.per), form.bits, length,
         packed["codes"], packed.get("scale"), packed.get("zero"),
         packed.get("outlier_index"), packed.get("outlier_value"),
@@ -93,9 +77,6 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
 
 
 def _levels(codec: Codec, params: Params) -> tuple[list[float], list[float]]:
-    """What lies between neighbouring levels, as ``codebook.nearest`` computes it, and what their codes decode to."""
-    decoded = codec.table(params)
-    if decoded is None:
-        return [], []
-    met = params["table"] if isinstance(codec, NonUniform) else decoded  # Q-Norm decodes with others
-    return ((met[1:] + met[:-1]) / 2).tolist(), decoded.tolist()
+    """The edges between the levels of a table, and what their codes decode to; nothing where there is none."""
+    edges, table = codec.edges(params), codec.table(params)
+    return ([], []) if edges is None or table is None else (edges.tolist(), table.tolist())

@@ -55,5 +55,14 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
 
 def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Index (uint8) of the entry of the ascending 1-D ``table`` nearest to each element of ``x``."""
-    edges = (table[1:] + table[:-1]) / 2
+    return between(x, midpoints(table))
+
+
+def midpoints(table: torch.Tensor) -> torch.Tensor:
+    """The edges between neighbouring entries of an ascending 1-D ``table``."""
+    return (table[1:] + table[:-1]) / 2
+
+
+def between(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """How many of the ascending ``edges`` lie below each element of ``x`` (uint8)."""
     return torch.bucketize(x.contiguous(), edges).to(torch.uint8)

@@ -15,9 +15,9 @@ import functools
 import torch
 
 from kvbits.backends import why_no_triton, why_triton_is_off
-from kvbits.codecs import Codec, Fp8Static, Grouped, NonUniform
+from kvbits.codecs import Codec, Grouped
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
-from kvbits.encode.triton.shape import CHOICES, Before, Shape, warps_of
+from kvbits.encode.triton.shape import Before, Shape, warps_of
 from kvbits.transform import NOTHING, Transform
 from kvbits.transform.rotate import signs_on
 from kvbits.types import Packed, Params
@@ -33,8 +33,8 @@ def why_not(codec: Codec, x: torch.Tensor, transform: Transform = NOTHING) -> li
 def why_not_blocks(codec: Codec, x: torch.Tensor) -> list[str]:
     """Reasons against these blocks, wherever Triton runs; empty where :func:`launch` takes them."""
     reasons = why_no_triton(x.device)
-    if type(codec) not in CHOICES:
-        reasons.append(f"{codec} (the codecs of kvbits that pack run)")
+    if codec.chooses is None:
+        reasons.append(f"{codec} (codecs that say how they choose run)")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         reasons.append(f"{x.dtype} (float32, bfloat16 or float16 run)")
     tokens, channels = x.shape[-2:]
@@ -98,7 +98,7 @@ def _given(codec: Codec, x: torch.Tensor, params: Params) -> tuple[torch.Tensor,
     if isinstance(codec, Grouped) and codec.static:
         scale, zero = codec.statics(x, params)
         return scale.float().contiguous(), zero.float().contiguous()
-    if isinstance(codec, Fp8Static):
+    if codec.format.per == "layer":
         scale = params["scale"].to(x.device).float()
         return scale, scale
     return x, x
@@ -123,21 +123,19 @@ def _angles(transform: Transform, before: Before, none: torch.Tensor) -> tuple[l
 
 
 def _levels(codec: Codec, params: Params, none: torch.Tensor) -> torch.Tensor:
-    """Midpoints between neighbouring levels, as ``codebook.nearest`` has them, and what their codes decode to."""
+    """The edges between the levels of a table, and what their codes decode to."""
     if codec.format.levels != "table":
         return none
-    if not isinstance(codec, NonUniform):
-        return _fixed_levels(codec, none.device)
-    return _with_edges(params["table"].to(none.device).float(), codec.table(params).to(none.device).float())
+    return _with_edges(codec, params).to(none.device) if codec.is_fitted else _fixed_levels(codec, none.device)
 
 
 @functools.lru_cache(maxsize=32)
 def _fixed_levels(codec: Codec, device: torch.device) -> torch.Tensor:
-    table = codec.table({})
-    assert table is not None
     with torch.inference_mode(False):
-        return _with_edges(table, table).to(device)
+        return _with_edges(codec, {}).to(device)
 
 
-def _with_edges(met: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    return torch.cat([(met[1:] + met[:-1]) / 2, decoded])
+def _with_edges(codec: Codec, params: Params) -> torch.Tensor:
+    edges, table = codec.edges(params), codec.table(params)
+    assert edges is not None and table is not None
+    return torch.cat([edges, table]).float()

@@ -5,18 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbits.backends import LEVELS
-from kvbits.codecs import (
-    Affine,
-    Codec,
-    Fp8,
-    Fp8Static,
-    Grouped,
-    HalfQuadratic,
-    LloydMax,
-    NonUniform,
-    NormalFloat,
-    Rotated,
-)
+from kvbits.codecs import Choice, Codec, Grouped
 from kvbits.numerics import groups, hadamard, outliers
 from kvbits.numerics.groups import power_of_two
 from kvbits.transform import NO_ROPE, UNROPED_KEYS, UNROPED_MEAN, Transform
@@ -24,9 +13,9 @@ from kvbits.transform import NO_ROPE, UNROPED_KEYS, UNROPED_MEAN, Transform
 RANGE, HALF_QUADRATIC, NORM, FIXED = range(4)
 """How scales are chosen."""
 
-CHOICES: dict[type[Codec], int] = {
-    Affine: RANGE, Rotated: RANGE, NormalFloat: RANGE, NonUniform: RANGE, HalfQuadratic: HALF_QUADRATIC, Fp8: RANGE,
-    LloydMax: NORM, Fp8Static: FIXED,
+_CHOICES: dict[Choice, int] = {
+    "range": RANGE, "open range": RANGE, "magnitude": RANGE, "half-quadratic": HALF_QUADRATIC, "norm": NORM,
+    "fixed": FIXED,
 }  # fmt: skip
 
 SMALLEST = 16
@@ -70,7 +59,8 @@ class Shape:
     @staticmethod
     def of(codec: Codec, tokens: int, channels: int) -> Shape:
         """For blocks that suit the codec, of a number of tokens that is a power of two."""
-        form, choice = codec.format, CHOICES[type(codec)]
+        assert codec.chooses is not None
+        form, choice = codec.format, _CHOICES[codec.chooses]
         per_channel = form.per == "channel"
         count = outliers.entries(codec.outliers, tokens, channels) if isinstance(codec, Grouped) else 0
         if per_channel:
@@ -82,7 +72,7 @@ class Shape:
             length = groups.group_length(channels, form.group) if form.group else channels
             many = -(-channels // length)
             tile = tokens, power_of_two(many), max(SMALLEST, power_of_two(length))
-        exact = not isinstance(codec, NonUniform)
+        exact = codec.chooses != "open range"
         return Shape(
             tokens,
             channels,
@@ -135,7 +125,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Before:
-    """What becomes of elements before they are encoded, the other compile-time argument: ``attend.Transform``.
+    """What becomes of elements before they are encoded, the other compile-time argument: ``transform.Transform``.
 
     Attributes:
         turned: whether the rotary embedding is taken off keys, off their mean alone, or off nothing.
