@@ -669,7 +669,7 @@ def test_figures_of_any_size_fit(monkeypatch: Any, capsys: Any) -> None:
     }  # fmt: skip
     tiny = {**huge, "step_ms": 0.0123, "step_ms_low": 0.0123, "step_ms_high": 0.0124, "flush_ms": None, "kv_bytes": 7,
             "speed_against_exact": None, "peak_bytes": None}  # fmt: skip
-    cli_bench._show(Cell("bnb-nf4", 64, 1 << 20), [huge, tiny])
+    cli_bench.show(Cell("bnb-nf4", 64, 1 << 20), [huge, tiny])
     output = capsys.readouterr().out
     assert max(map(len, output.splitlines())) <= 80 and "…" not in output
     assert "1,048,576 tokens, batch 64, bnb-nf4 weights" in output

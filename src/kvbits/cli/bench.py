@@ -105,7 +105,7 @@ class _Screen:
         return function(*args)
 
     def show(self, cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
-        self.quiet(_show, cell, rows)
+        self.quiet(show, cell, rows)
 
 
 _SCHEME, _KERNEL = "\nscheme", "\nkernel"
@@ -123,7 +123,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def _show(cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
+def show(cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
     """Print a table of rows measured side by side, and what has to be known about them."""
     measured = [row for row in rows if "error" not in row]
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, title=str(cell), title_justify="left")
