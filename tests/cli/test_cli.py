@@ -13,7 +13,7 @@ import kvbits
 import zoo
 from command_line import TEXT, run
 from kvbits.cli import generate
-from kvbits.cli.common import out
+from kvbits.cli.common import out, tokens_of
 from kvbits.hf.run import Run
 from kvbits.schemes.catalogue import CATALOGUE
 
@@ -125,6 +125,14 @@ def test_a_file_that_is_no_text(folder: str, tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00\x80" * 10)
     code, output = run("generate", folder, "--prompt-file", str(file))
     assert code == 2 and str(file.name) in output and "UTF-8" in output
+
+
+def test_numbers_of_tokens() -> None:
+    texts = {"1": 1, "512": 512, " 2k": 2048, " 32K ": 32768, "1m": 1 << 20, "007": 7}
+    assert {text: tokens_of(text) for text in texts} == texts
+    for wrong in ("", "0", "0k", "-5", "1.5k", "k", "2kk", "2kb", "1 k", "1e3", "٣"):
+        with pytest.raises(ValueError, match="is not a number of tokens; give one such as 512"):
+            tokens_of(wrong)
 
 
 @pytest.mark.parametrize(

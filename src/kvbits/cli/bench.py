@@ -24,6 +24,7 @@ from kvbits.cli.common import (
     out,
     read_source,
     results_file,
+    say,
     tokens_of,
 )
 from kvbits.schemes.grammar import split_schemes
@@ -140,7 +141,7 @@ def show(cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
         out.print(table)
     for row in rows:
         for warning in [f"failed: {row['error']}"] if "error" in row else row["warnings"]:
-            err.print(f"{cell}, {row['scheme']}: {warning}", markup=False, highlight=False, soft_wrap=True)
+            say(f"{cell}, {row['scheme']}: {warning}", err)
 
 
 def _digits(value: float) -> str:

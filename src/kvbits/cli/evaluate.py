@@ -27,6 +27,7 @@ from kvbits.cli.common import (
     out,
     read_source,
     results_file,
+    say,
     working,
 )
 from kvbits.files import load_calibration
@@ -109,7 +110,7 @@ def evaluate(
         )  # fmt: skip
     show(results, names, one_shot)
     if json_file is not None:
-        out.print(f"written to {json_file}", markup=False, highlight=False, soft_wrap=True)
+        say(f"written to {json_file}")
     if names and not any(results.find(scheme=name) for name in names):
         fail("every scheme failed; the reasons stand above")
 
