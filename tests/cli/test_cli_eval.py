@@ -81,11 +81,7 @@ def test_records_and_standard_input_give_the_same(folder: str, book: str, tmp_pa
 
 @pytest.mark.parametrize("keeps", (True, False))
 def test_an_interruption_says_how_to_go_on(
-    folder: str,
-    book: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    keeps: bool,
+    folder: str, book: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -157,10 +153,7 @@ def test_texts_that_are_none(folder: str, tmp_path: Path, name: str, content: by
     ],
 )
 def test_a_file_that_holds_something_else_is_left_alone(
-    folder: str,
-    tmp_path: Path,
-    content: str,
-    expected: str,
+    folder: str, tmp_path: Path, content: str, expected: str
 ) -> None:
     file = tmp_path / "out.json"
     file.write_text(content)

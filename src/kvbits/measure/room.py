@@ -14,15 +14,16 @@ from kvbits.hf.names import cache_name
 from kvbits.measure.caches import EXACT, PEERS
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.record import Record
+from kvbits.store.room import SPARE
 
 _GROUP = 64
 """Elements that share a scale and a zero in Transformers' quantized caches."""
-_SLACK = 9 / 8
-"""Pools of blocks grow by an eighth."""
+_SLACK = 1 + 1 / SPARE
+"""Pools of blocks have room for an eighth more than they must."""
 
 
 class Layer(NamedTuple):
-    """What the exact cache of one layer holds of a token: heads, channels of K and of V.
+    """What the exact cache of one layer stores of a token: heads, channels of K and of V.
 
     A sliding one holds a whole prompt too, until the first step after it, and stays exact.
     """
@@ -41,7 +42,7 @@ class Shapes:
         layers: those that store keys and values.
         size: bytes of an element.
         vocabulary, hidden, intermediate: widths.
-        eager_heads: query heads whose scores are held in full, 0 where attention is tiled.
+        eager_heads: query heads whose scores are in memory in full, 0 where attention is tiled.
         weights_bytes: parameters and buffers.
     """
 
@@ -122,7 +123,7 @@ class Room:
 
     Attributes:
         batch, context: of the run.
-        exact: bytes of one exact cache; two are held.
+        exact: bytes of one exact cache; there are two.
         others: bytes of all other caches together.
         forward: bytes of the largest forward.
         child: bytes of the process that measures peak memory, with a model of its own; 0 without one.
@@ -137,7 +138,7 @@ class Room:
 
     @property
     def needed(self) -> int:
-        """The most that is held at one time above the loaded model."""
+        """The most that is in memory at one time above the loaded model."""
         return max(2 * self.exact + self.others + self.forward, self.child)
 
     def refuse_over(self, available: int) -> None:
@@ -155,7 +156,7 @@ class Room:
 def room(
     shapes: Shapes, names: Sequence[str], batch: int, context: int, chunk: int | None, last_only: bool, child: bool
 ) -> Room:
-    """What a run of these caches, held together, needs.
+    """What a run of these caches, all in memory together, needs.
 
     Args:
         shapes: of the model.
