@@ -24,7 +24,7 @@ from common import prose, require_green, write
 import kvbits
 from kvbits.hf.loading import load_model, load_tokenizer
 from kvbits.hf.names import cache_name
-from kvbits.measure.prompts import Prompts
+from kvbits.measure.runner import Prompts
 from kvbits.measure.setting import SEED
 
 

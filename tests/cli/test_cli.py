@@ -12,6 +12,9 @@ import pytest
 import kvbits
 import zoo
 from command_line import TEXT, run
+from kvbits.cli import generate
+from kvbits.cli.common import out, tokens_of
+from kvbits.hf.run import Run
 from kvbits.schemes.catalogue import CATALOGUE
 
 
@@ -22,7 +25,7 @@ def test_generate_compares_schemes(folder: str, tmp_path: Path) -> None:
         "generate", folder, "-s", "exact", "-s", "int8,residual=16,block=32", "-s", "kivi2,residual=0,block=32",
         "--prompt-file", str(file), "--max-new-tokens", "8", "--json", str(measured),
     )  # fmt: skip
-    assert code == 0 and "leading tokens equal" in output and "word" in output
+    assert code == 0 and "tokens equal" in output and "word" in output and "\n  kivi2,residual" in output
     exact, int8, kivi2 = json.loads(measured.read_text())
     assert exact["scheme"] == "exact" and exact["leading_tokens_equal"] == 8 and exact["bytes_ratio"] == 1
     assert exact["prompt_tokens"] == 300 and exact["new_tokens"] == 8
@@ -30,6 +33,23 @@ def test_generate_compares_schemes(folder: str, tmp_path: Path) -> None:
     assert exact["kv_bytes"] == 2 * 2 * 2 * 8 * 4 * 307
     assert kivi2["kv_bytes"] < int8["kv_bytes"] < exact["kv_bytes"]
     assert exact["decode_tokens_per_second"] > 0 and exact["prefill_tokens_per_second"] > 0
+
+
+def test_the_table_has_names_as_they_were_given_and_fits_80_columns(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvbits.cli.common.out._width", 80)
+    names = ["default", "default,layers[0]=int8-channel,residual=64,sinks=4+8"]
+    given = ("--prompt", TEXT, "--max-new-tokens", "3")
+    code, output = run("generate", folder, "-s", names[0], "-s", names[1], *given)
+    assert code == 0 and "default, prompt of 300 tokens" in output and "lm4" not in output
+    out.print(generate.table(names, [Run(name, (1, 2, 3), 128_000, 17_179_869_184, 9.0, 2.0) for name in names]))
+    for printed in (output, capsys.readouterr().out):
+        lines = printed[printed.index("prefill") :].splitlines()
+        assert max(map(len, lines)) <= 80 and "…" not in printed
+        assert names[1] in "".join(line.split()[0] for line in lines if line.strip()), printed
+    for cell in ("17,179,869,184", "1.00x", "14222.2", "1.0", "3 of 3", "prefill", "tokens equal"):
+        assert f" {cell}" in printed
 
 
 def test_prompts_from_the_line_and_from_standard_input_agree(folder: str) -> None:
@@ -105,6 +125,14 @@ def test_a_file_that_is_no_text(folder: str, tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00\x80" * 10)
     code, output = run("generate", folder, "--prompt-file", str(file))
     assert code == 2 and str(file.name) in output and "UTF-8" in output
+
+
+def test_numbers_of_tokens() -> None:
+    texts = {"1": 1, "512": 512, " 2k": 2048, " 32K ": 32768, "1m": 1 << 20, "007": 7}
+    assert {text: tokens_of(text) for text in texts} == texts
+    for wrong in ("", "0", "0k", "-5", "1.5k", "k", "2kk", "2kb", "1 k", "1e3", "٣"):
+        with pytest.raises(ValueError, match="is not a number of tokens; give one such as 512"):
+            tokens_of(wrong)
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,7 @@ def test_records_and_standard_input_give_the_same(folder: str, book: str, tmp_pa
 
 @pytest.mark.parametrize("keeps", (True, False))
 def test_an_interruption_says_how_to_go_on(
-    folder: str,
-    book: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    keeps: bool,
+    folder: str, book: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -157,10 +153,7 @@ def test_texts_that_are_none(folder: str, tmp_path: Path, name: str, content: by
     ],
 )
 def test_a_file_that_holds_something_else_is_left_alone(
-    folder: str,
-    tmp_path: Path,
-    content: str,
-    expected: str,
+    folder: str, tmp_path: Path, content: str, expected: str
 ) -> None:
     file = tmp_path / "out.json"
     file.write_text(content)
@@ -180,7 +173,7 @@ def test_a_model_without_a_tokenizer(folder: str, tmp_path: Path) -> None:
 def test_figures_that_are_missing_for_one_reason_are_one_note() -> None:
     why = "the surprise of 9 of 9 tokens is no finite number"
     row = {"scheme": "int4", "missing": {"ppl": why, "peak_bytes": "unknown here", "ppl_se": why}, "warnings": ["mind"]}
-    assert evaluate._notes(row) == ["mind", f"no ppl, ppl_se: {why}", "no peak_bytes: unknown here"]
+    assert evaluate.notes(row) == ["mind", f"no ppl, ppl_se: {why}", "no peak_bytes: unknown here"]
 
 
 def test_where_all_schemes_fail_the_command_fails(folder: str, book: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,12 +238,12 @@ def test_the_table_fits_its_terminal(
         "chunk": 16,
     }
     names = [row["scheme"] for row in rows()]
-    evaluate._print(Results("quality", setting, rows()), names, True)
+    evaluate.show(Results("quality", setting, rows()), names, True)
     output = capsys.readouterr().out
     assert all(len(line) <= width for line in output.splitlines()) and "…" not in output
     assert shown in output and hidden not in output
     for cell in ("4e-09", "0.00609", "23.24 ± 1.12", "97.2 %", "11.47", "16.9", "failed", "int4 one-shot",
                  "(1) mind the gap", "(2) says nothing", "(3) ImportError: no hqq"):  # fmt: skip
         assert cell in " ".join(output.split()), cell
-    evaluate._print(Results("quality", setting, rows()), names[:1], False)
+    evaluate.show(Results("quality", setting, rows()), names[:1], False)
     assert "one-shot" not in capsys.readouterr().out  # of a file that has more, what was asked for

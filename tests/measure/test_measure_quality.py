@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -26,9 +27,10 @@ from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
 from kvbits.measure import caches, exact, guards, memory, quality
 from kvbits.measure.bits import bits_at, bits_per_element, elements
-from kvbits.measure.divergence import FIGURES, Scores, divergence, log_probabilities
+from kvbits.measure.divergence import Scores, divergence, log_probabilities
 from kvbits.measure.results import Results
 from kvbits.measure.text import prose
+from kvbits.report.merge import NUMBERS
 from loud import loud
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,7 +127,7 @@ def test_figures_are_those_of_a_slow_twin(llama: PreTrainedModel, name: str) -> 
     reference, _ = slow(llama, "hf:dynamic", ids, CHUNK)
     found, cache = slow(llama, name, ids, LENGTH if name == "hf:dynamic" else CHUNK)
     want = twin(reference, found, ids)
-    assert set(want) == set(FIGURES)
+    assert list(want) == list(row)[2:11], "a figure without a twin"
     if name == "hf:dynamic":  # perplexity is of the chunks; what differs from it in one piece is the noise floor
         want |= {name: value for name, value in twin(reference, reference, ids).items() if "kl" not in name}
     # Float32 sums over 128 tokens, of terms as large as the largest logarithm: some 1e-6 in nats.
@@ -135,6 +137,17 @@ def test_figures_are_those_of_a_slow_twin(llama: PreTrainedModel, name: str) -> 
         assert row["kl_mean"] > 1e-4 and row["kl_p999"] > row["kl_mean"] > row["kl_median"]
     assert row["kv_bytes"] == caches.nbytes(cache)
     kvbits.disable(llama)
+
+
+def test_every_figure_is_documented_and_known_to_reports(llama: PreTrainedModel) -> None:
+    row = measure(llama, SCHEME)[SCHEME, "chunked"]
+    page = (Path(__file__).parents[2] / "docs" / "measure.md").read_text()
+    table = page.partition("## The figures")[2].partition("**How to read them.**")[0]
+    heads = "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
+    assert set(row) - {"scheme", "regime"} <= (named := set(re.findall(r"`(\w+)`", heads)))
+    assert named - set(row) == {"missing", "error"}
+    numbers = {name for name, value in row.items() if isinstance(value, (int, float))}
+    assert numbers - NUMBERS == {"nll_change", "nll_change_se", "packed_layers"}, "reports do not read it"
 
 
 def test_the_noise_floor_is_the_exact_cache_in_one_piece(llama: PreTrainedModel) -> None:
@@ -165,7 +178,7 @@ def test_figures_that_are_no_numbers_are_none_with_a_reason() -> None:
     assert figures["kl_se"] is None and missing == {"kl_se": "one window has no spread"}
     assert figures["kl_median"] == pytest.approx(0.2)
     figures, missing = scores([0.1, math.nan, 0.3], [math.nan, 2.0]).figures(good)
-    assert all(figures[name] is None for name in FIGURES) and set(missing) == set(FIGURES)
+    assert len(figures) == 9 and set(figures.values()) == {None} and set(missing) == set(figures)
     assert missing["kl_mean"] == "the divergence of 1 of 3 tokens is no finite number"
     assert missing["ppl"] == "the surprise of 1 of 2 tokens is no finite number"
     figures, missing = scores([0.1, math.inf, 0.3], [1000.0, 1000.0]).figures(good)

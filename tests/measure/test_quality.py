@@ -58,12 +58,7 @@ class Measured:
     """KL of schemes on one model, each measured once against the same exact run."""
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        calibration: Path | None = None,
-        prompt: int = PROMPT,
-        scored: int = SCORED,
+        self, model: Any, tokenizer: Any, calibration: Path | None = None, prompt: int = PROMPT, scored: int = SCORED
     ) -> None:
         self.model, self.calibration = kvbits.disable(model), calibration
         ids = tokenizer(topics(*MEASURED), return_tensors="pt").input_ids[:, : prompt + scored]

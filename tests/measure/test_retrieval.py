@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvbits
 import zoo
+from characters import tokenizer
 from command_line import run
-from kvbits.cli.common import tokens_of
 from kvbits.cli.retrieval import summary
 from kvbits.measure import caches
 from kvbits.measure.haystack import Haystack
@@ -33,10 +32,7 @@ VALUES = ("accuracy", "logprob", "rank", "hits", "logprobs", "answers", "exact_s
 @pytest.fixture(scope="module")
 def characters() -> PreTrainedTokenizerFast:
     """A token for each character, with ids below the vocabulary of the tiny models: no task needs others."""
-    letters = sorted({chr(i) for i in range(32, 127)} | {"\n"})
-    found = Tokenizer(models.WordLevel({"<unk>": 0, **{x: i + 1 for i, x in enumerate(letters)}}, unk_token="<unk>"))
-    found.pre_tokenizer, found.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>")
+    return tokenizer("".join(sorted({chr(i) for i in range(32, 127)} | {"\n"})), unk_token="<unk>")
 
 
 # -- scoring -----------------------------------------------------------------------------------------------------------
@@ -545,19 +541,6 @@ def test_where_all_fails_the_command_fails(folder: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Scorer, "score", failing)
     code, output = run("retrieval", folder, *COMMAND, "--schemes", "exact")
     assert code == 2 and "every cell failed, the first with RuntimeError: no memory" in output
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"), [("1", 1), ("512", 512), ("2k", 2048), (" 32K ", 32768), ("1m", 1 << 20), ("007", 7)]
-)
-def test_numbers_of_tokens(text: str, tokens: int) -> None:
-    assert tokens_of(text) == tokens
-
-
-@pytest.mark.parametrize("text", ("", "0", "0k", "-5", "2.5k", "k", "2kk", "1e3", "٣"))
-def test_what_is_no_number_of_tokens(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a number of tokens"):
-        tokens_of(text)
 
 
 def test_no_task_needs_more_than_the_tokenizer_of_these_tests_has(characters: Any) -> None:

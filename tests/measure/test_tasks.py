@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+import characters
 import kvbits
 import zoo
 from kvbits.cli import app
@@ -52,11 +52,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def letters() -> PreTrainedTokenizerFast:
     """A tokenizer of single letters."""
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{letter: i + 3 for i, letter in enumerate(LETTERS)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return characters.tokenizer(LETTERS, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module")

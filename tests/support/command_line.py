@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import zoo
 from kvbits.cli import app
-
-WORDS = [f"word{i}" for i in range(zoo.VOCABULARY - 2)]
+from letters import WORDS, tokenizer
 
 TEXT = " ".join(WORDS[i % len(WORDS)] for i in range(300))
 
@@ -19,10 +16,7 @@ TEXT = " ".join(WORDS[i % len(WORDS)] for i in range(300))
 def write_model(path: Path) -> None:
     """A tiny Llama with a word tokenizer, as a folder."""
     zoo.build("llama").save_pretrained(path)
-    vocabulary = {"<pad>": 0, "<s>": 1, **{word: i + 2 for i, word in enumerate(WORDS)}}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>").save_pretrained(path)
+    tokenizer().save_pretrained(path)
 
 
 def run(*arguments: str, text: str | None = None, columns: int = 200) -> tuple[int, str]:

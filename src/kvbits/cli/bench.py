@@ -24,6 +24,7 @@ from kvbits.cli.common import (
     out,
     read_source,
     results_file,
+    say,
     tokens_of,
 )
 from kvbits.schemes.grammar import split_schemes
@@ -105,7 +106,7 @@ class _Screen:
         return function(*args)
 
     def show(self, cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
-        self.quiet(_show, cell, rows)
+        self.quiet(show, cell, rows)
 
 
 _SCHEME, _KERNEL = "\nscheme", "\nkernel"
@@ -123,7 +124,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def _show(cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
+def show(cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
     """Print a table of rows measured side by side, and what has to be known about them."""
     measured = [row for row in rows if "error" not in row]
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, title=str(cell), title_justify="left")
@@ -140,7 +141,7 @@ def _show(cell: Cell, rows: Sequence[dict[str, Any]]) -> None:
         out.print(table)
     for row in rows:
         for warning in [f"failed: {row['error']}"] if "error" in row else row["warnings"]:
-            err.print(f"{cell}, {row['scheme']}: {warning}", markup=False, highlight=False, soft_wrap=True)
+            say(f"{cell}, {row['scheme']}: {warning}", err)
 
 
 def _digits(value: float) -> str:

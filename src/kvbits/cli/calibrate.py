@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import TaskID
 
-from kvbits.cli.common import Device, DType, Model, attempt, bars, err, load, out, read_text
+from kvbits.cli.common import Device, DType, Model, attempt, bars, err, load, out, read_text, say
 from kvbits.schemes.scheme import SINK_TOKENS, Scheme
 
 
@@ -47,7 +47,7 @@ def calibrate(
         bar.update(tasks[stage], completed=done)
 
     def tell(plan: str) -> None:
-        err.print(plan, markup=False, highlight=False, soft_wrap=True)
+        say(plan, err)
 
     try:
         with bar:

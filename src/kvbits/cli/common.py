@@ -87,6 +87,11 @@ def load_model(name: str, dtype: str, device: str) -> Any:
         return attempt(model.to, device, what=f"cannot use the device {device!r}: ")
 
 
+def say(text: str, to: Console = out) -> None:
+    """Print a text as it is: no markup, no colours, no line breaks of its own."""
+    to.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def working(what: str) -> Status:
     """A sign on standard error that something is being done, in words that may be a user's."""
     return err.status(escape(what))
@@ -131,7 +136,7 @@ def going_on(file: Path | None) -> Iterator[None]:
         text = "with --json FILE what is finished is kept, and the same command goes on from there"
         if file is not None:
             text = f"the same command goes on from the rows in {file}"
-        err.print(f"interrupted; {text}", markup=False, highlight=False, soft_wrap=True)
+        say(f"interrupted; {text}", err)
         raise
 
 
@@ -192,5 +197,5 @@ def reason(error: Exception) -> str:
 
 
 def fail(message: str) -> NoReturn:
-    err.print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+    say(f"error: {message}", err)
     raise typer.Exit(2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 from rich import box
@@ -26,6 +27,7 @@ from kvbits.cli.common import (
     out,
     read_source,
     results_file,
+    say,
     working,
 )
 from kvbits.files import load_calibration
@@ -34,6 +36,8 @@ from kvbits.schemes.grammar import split_schemes
 if TYPE_CHECKING:
     from kvbits.measure.results import Results
     from kvbits.measure.text import Text
+
+Row: TypeAlias = dict[str, Any]
 
 WIDE_COLUMNS = 150
 """A terminal so wide has room for every figure."""
@@ -104,9 +108,9 @@ def evaluate(
             measure, loaded, ids, names, chunk=chunk, one_shot=one_shot, calibration=calibration, json=json_file,
             about=about, tell=heard.append, report=report,
         )  # fmt: skip
-    _print(results, names, one_shot)
+    show(results, names, one_shot)
     if json_file is not None:
-        out.print(f"written to {json_file}", markup=False, highlight=False, soft_wrap=True)
+        say(f"written to {json_file}")
     if names and not any(results.find(scheme=name) for name in names):
         fail("every scheme failed; the reasons stand above")
 
@@ -149,7 +153,7 @@ def _windows(model: str, content: Text, windows: int, length: int, placement: st
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _print(results: Results, names: list[str], one_shot: bool) -> None:
+def show(results: Results, names: list[str], one_shot: bool) -> None:
     """What was asked for, as a table that fits the terminal, and below it what to know of its rows."""
     asked = [row for row in results.rows if row["scheme"] in (*names, "hf:dynamic")]
     rows = [row for row in asked if one_shot or row["regime"] == "chunked"]
@@ -159,43 +163,39 @@ def _print(results: Results, names: list[str], one_shot: bool) -> None:
         f"({where['placement']}) in chunks of {where['chunk']}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
-    notes = list(dict.fromkeys(note for row in rows for note in _notes(row)))
+    notes_of_all = list(dict.fromkeys(note for row in rows for note in notes(row)))
     wide = out.width >= WIDE_COLUMNS
-    columns = [column for column in COLUMNS if wide or not column[2]]
+    columns = [column for column in COLUMNS if wide or not column.wide]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("scheme", overflow="fold", min_width=12)
-    for head, _, _ in columns:
-        table.add_column(head, justify="right", no_wrap=True)
+    for column in columns:
+        table.add_column(column.head, justify="right", no_wrap=True)
     for row in rows:
-        marks = ",".join(str(notes.index(note) + 1) for note in _notes(row))
-        name = (
-            row["scheme"]
-            + ("" if row["regime"] == "chunked" else f" {row['regime']}")
-            + (f" ({marks})" if marks else "")
-        )
-        cells = [
-            "failed" if "error" in row and head == columns[0][0] else _cell(row, show) for head, show, _ in columns
-        ]
-        table.add_row(escape(name), *cells)
+        regime = "" if row["regime"] == "chunked" else f" {row['regime']}"
+        marks = ",".join(str(notes_of_all.index(note) + 1) for note in notes(row))
+        cells = [_cell(row, column.show) for column in columns]
+        cells[0] = "failed" if "error" in row else cells[0]
+        table.add_row(escape(f"{row['scheme']}{regime}{f' ({marks})' if marks else ''}"), *cells)
     out.print(table)
     out.print(
         "KL: mean divergence from the exact cache, in nats. bits: really allocated for each element at the end of a "
         "window. The row of hf:dynamic is the noise floor: the exact cache against itself in one piece.",
         highlight=False,
     )
-    for number, note in enumerate(notes, 1):
+    for number, note in enumerate(notes_of_all, 1):
         out.print(f"({number}) {note}", markup=False, highlight=False)
 
 
-def _notes(row: dict[str, Any]) -> list[str]:
+def notes(row: Row) -> list[str]:
+    """What to know of a row."""
     from kvbits.measure.results import missing_figures
 
     return [*([row["error"]] if "error" in row else []), *row.get("warnings", []), *missing_figures(row)]
 
 
-def _cell(row: dict[str, Any], show: Any) -> str:
+def _cell(row: Row, show: Callable[[Row], str]) -> str:
     try:
-        return str(show(row))
+        return show(row)
     except (KeyError, TypeError):  # a figure that a failed row has not, or that is None
         return "-"
 
@@ -204,24 +204,37 @@ def _small(value: float) -> str:
     return f"{value:.5f}" if abs(value) >= 1e-5 else f"{value:.0e}" if value else "0"
 
 
-def _with_error(row: dict[str, Any], name: str, error: str, digits: int) -> str:
+def _with_error(row: Row, name: str, error: str, digits: int) -> str:
     spread = row[error]
     return f"{row[name]:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
 
 
-COLUMNS: tuple[tuple[str, Any, bool], ...] = (
-    ("KL to exact", lambda row: _small(row["kl_mean"]), False),
-    ("± over windows", lambda row: _small(row["kl_se"]), True),
-    ("median", lambda row: _small(row["kl_median"]), True),
-    ("99.9 %", lambda row: f"{row['kl_p999']:.3f}", False),
-    ("same top", lambda row: f"{100 * row['top1']:.1f} %", False),
-    ("perplexity", lambda row: _with_error(row, "ppl", "ppl_se", 2), False),
-    ("log ratio", lambda row: _with_error(row, "nll_change", "nll_change_se", 4), True),
-    ("bits", lambda row: f"{row['bits_per_element']:.2f}", False),
-    ("at 8,000", lambda row: f"{row['bits_at_8000']:.2f}", True),
-    ("KV MB", lambda row: f"{row['kv_bytes'] / 1e6:.1f}", False),
-    ("peak MB", lambda row: f"{row['peak_bytes'] / 1e6:,.0f}", True),
-    ("s", lambda row: f"{row['seconds']:.0f}", False),
-    ("kernel", lambda row: row["kernel"].removeprefix("kernel "), True),
+class Column(NamedTuple):
+    """One column of the table.
+
+    Attributes:
+        head: its title.
+        show: the cell of a row.
+        wide: whether it is shown only where there is room.
+    """
+
+    head: str
+    show: Callable[[Row], str]
+    wide: bool = False
+
+
+COLUMNS = (
+    Column("KL to exact", lambda row: _small(row["kl_mean"])),
+    Column("± over windows", lambda row: _small(row["kl_se"]), wide=True),
+    Column("median", lambda row: _small(row["kl_median"]), wide=True),
+    Column("99.9 %", lambda row: f"{row['kl_p999']:.3f}"),
+    Column("same top", lambda row: f"{100 * row['top1']:.1f} %"),
+    Column("perplexity", lambda row: _with_error(row, "ppl", "ppl_se", 2)),
+    Column("log ratio", lambda row: _with_error(row, "nll_change", "nll_change_se", 4), wide=True),
+    Column("bits", lambda row: f"{row['bits_per_element']:.2f}"),
+    Column("at 8,000", lambda row: f"{row['bits_at_8000']:.2f}", wide=True),
+    Column("KV MB", lambda row: f"{row['kv_bytes'] / 1e6:.1f}"),
+    Column("peak MB", lambda row: f"{row['peak_bytes'] / 1e6:,.0f}", wide=True),
+    Column("s", lambda row: f"{row['seconds']:.0f}"),
+    Column("kernel", lambda row: str(row["kernel"]).removeprefix("kernel "), wide=True),
 )
-"""Head, cell of a row, and whether it is shown only where there is room."""

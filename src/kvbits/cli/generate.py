@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from kvbits.cli.common import (
@@ -51,9 +53,9 @@ def generate(
 
     The scheme 'exact' is Transformers' own cache. Without a prompt, the text of Python's help topics is used.
     """
-    schemes = [attempt(Scheme.parse, name) for name in scheme or [RECOMMENDED]]
+    schemes = _parsed(scheme or [RECOMMENDED])
     results_file(json_file)
-    for one in schemes if calibration is None else ():
+    for _, one in schemes if calibration is None else ():
         attempt(refuse_uncalibrated, one)
     if calibration is not None:
         attempt(load_calibration, calibration)  # says what is wrong with it before a model is loaded
@@ -61,7 +63,7 @@ def generate(
     if not text.strip():
         fail("the prompt is empty; give --prompt or --prompt-file")
     runs = _generate(model, schemes, text, prompt_tokens, max_new_tokens, chat, dtype, device, calibration)
-    out.print(_table(runs))
+    out.print(table([name for name, _ in schemes], runs))
     if json_file is not None:
         attempt(json_file.write_text, row_lines([_row(run, runs[0]) for run in runs]))
 
@@ -74,14 +76,19 @@ def demo(
     device: Device = "cpu",
 ) -> None:
     """The main job at a glance: a prompt of 2,000 tokens, the exact cache beside a packed one."""
-    schemes = [attempt(Scheme.parse, name) for name in ["exact", *(scheme or [RECOMMENDED])]]
+    schemes = _parsed(["exact", *(scheme or [RECOMMENDED])])
     runs = _generate(model, schemes, topics(), DEMO_TOKENS, max_new_tokens, False, dtype, device)
-    out.print(_table(runs))
+    out.print(table([name for name, _ in schemes], runs))
+
+
+def _parsed(names: list[str]) -> list[tuple[str, Scheme]]:
+    """Schemes beside the names that a user has given them."""
+    return [(name.strip(), attempt(Scheme.parse, name)) for name in names]
 
 
 def _generate(
     name: str,
-    schemes: list[Scheme],
+    schemes: list[tuple[str, Scheme]],
     text: str,
     limit: int | None,
     steps: int,
@@ -106,8 +113,8 @@ def _generate(
             f"give --prompt-tokens {max(1, longest - steps)} or fewer"
         )
     runs = []
-    for scheme in schemes:
-        out.rule(f"{scheme}, prompt of {ids.shape[1]} tokens")
+    for given, scheme in schemes:
+        out.rule(f"{escape(given)}, prompt of {ids.shape[1]} tokens")
         show, finish = _streamer(tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         runs.append(attempt(run, model, ids, scheme, steps, show, calibration, pad_token_id=pad))
@@ -153,22 +160,24 @@ def _row(run: Run, first: Run) -> dict[str, Any]:
     }
 
 
-def _table(runs: list[Run]) -> Table:
+def table(names: list[str], runs: list[Run]) -> Table:
+    """Memory, speed and agreement of each run, under the names that a user has given to the schemes."""
     first = runs[0]
-    table = Table(
-        caption=f"smaller, agreement: against {first.scheme}; KV bytes really allocated, after the last token"
+    found = Table(
+        caption=f"smaller, agreement: against {escape(names[0])}; KV bytes really allocated, after the last token",
+        box=box.SIMPLE_HEAD,
     )
-    for column in ("scheme", "KV bytes", "smaller", "prefill tok/s", "decode tok/s", "leading tokens equal"):
-        table.add_column(column, justify="left" if column == "scheme" else "right")
-    for run in runs:
-        row = _row(run, first)
-        rate = row["decode_tokens_per_second"]
-        table.add_row(
-            run.scheme,
+    found.add_column("\nscheme", overflow="fold", min_width=10)
+    for head in ("\nKV bytes", "\nsmaller", "prefill\ntok/s", "decode\ntok/s", "leading\ntokens equal"):
+        found.add_column(head, justify="right", no_wrap=True)
+    for name, run in zip(names, runs, strict=True):
+        row, several = _row(run, first), len(runs) > 1
+        found.add_row(
+            escape(name),
             f"{run.kv_bytes:,}",
-            f"{row['bytes_ratio']:.2f}x" if len(runs) > 1 else "-",
+            f"{row['bytes_ratio']:.2f}x" if several else "-",
             f"{run.prefill_rate:.1f}",
-            "-" if rate is None else f"{rate:.1f}",
-            f"{row['leading_tokens_equal']} of {len(first.tokens)}" if len(runs) > 1 else "-",
+            "-" if run.decode_rate is None else f"{run.decode_rate:.1f}",
+            f"{row['leading_tokens_equal']} of {len(first.tokens)}" if several else "-",
         )
-    return table
+    return found

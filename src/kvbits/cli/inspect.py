@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvbits.cli.common import attempt, fail, out
+from kvbits.cli.common import attempt, fail, say
 from kvbits.files import ABOUT, TENSORS, Calibration
 from kvbits.files.sealed import Sealed
 from kvbits.schemes.scheme import Scheme
@@ -38,7 +38,7 @@ def inspect(
     for name, text in rows:
         for i, line in enumerate(text.splitlines() or [""]):
             shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
-            out.print(f"{name if i == 0 else '':{width}}  {shown}", markup=False, highlight=False, soft_wrap=True)
+            say(f"{name if i == 0 else '':{width}}  {shown}")
 
 
 def _of_calibration(folder: Path) -> list[tuple[str, str]]:

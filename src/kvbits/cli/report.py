@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvbits.cli.common import attempt, err, out
+from kvbits.cli.common import attempt, err, say
 
 
 def report(
@@ -36,5 +36,5 @@ def report(
         if choice.missing:
             lines.append(f"  not measured: {', '.join(choice.missing)}")
         for line in lines:
-            out.print(printable(line), markup=False, highlight=False, soft_wrap=True)
-    out.print(f"{out_folder / 'index.html'}", markup=False, highlight=False, soft_wrap=True)
+            say(printable(line))
+    say(f"{out_folder / 'index.html'}")

@@ -27,6 +27,7 @@ from kvbits.cli.common import (
     out,
     read_source,
     results_file,
+    say,
     tokens_of,
 )
 from kvbits.files import load_calibration
@@ -68,7 +69,9 @@ def retrieval(
     The text goes through the cache in small chunks, then the question. Counts greedy answers that are right, and the
     log probability of the right answer; the exact cache comes first.
     """
-    from kvbits.measure.retrieval import Plan
+    from kvbits.measure.caches import check
+    from kvbits.measure.results import Results
+    from kvbits.measure.retrieval import Measurement, Plan
     from kvbits.measure.setting import model_name
 
     plan = attempt(
@@ -78,40 +81,21 @@ def retrieval(
     names = attempt(split_schemes, schemes)
     results_file(json_file, "retrieval")
     text = read_source(haystack)
-    named = {"model": model_name(model), "haystack": text.name}
-    rows = measure(model, dtype, device, text.content, names, plan, calibration, json_file, named)
-    show(rows, plan)
-    if all("error" in row for row in rows):
-        fail(f"every cell failed, the first with {rows[0]['error']}")
-
-
-def measure(
-    model: str,
-    dtype: str,
-    device: str,
-    text: str,
-    schemes: list[str],
-    plan: Plan,
-    calibration: Path | None,
-    json_file: Path | None,
-    named: dict[str, str],
-) -> list[dict[str, Any]]:
-    """Check, warn, measure with a progress bar, and save after each cell; the rows of the plan."""
-    from kvbits.measure.caches import check
-    from kvbits.measure.results import Results
-    from kvbits.measure.retrieval import Measurement
-
-    for name in schemes:
+    for name in names:
         attempt(check, name, calibrated=calibration is not None)  # says what is wrong before a model is loaded
     if calibration is not None:
         attempt(load_calibration, calibration)
     loaded, tokenizer = load(model, dtype, device)
-    measurement = attempt(Measurement, loaded, tokenizer, text, schemes, plan, calibration)
-    results = attempt(Results.resume, json_file, "retrieval", measurement.setting(**named))
+    measurement = attempt(Measurement, loaded, tokenizer, text.content, names, plan, calibration)
+    about = measurement.setting(model=model_name(model), haystack=text.name)
+    results = attempt(Results.resume, json_file, "retrieval", about)
     for warning in measurement.warnings():
-        err.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+        say(f"warning: {warning}", err)
     with going_on(json_file):
-        return _run(measurement, results, json_file)
+        rows = _run(measurement, results, json_file)
+    show(rows, plan)
+    if all("error" in row for row in rows):
+        fail(f"every cell failed, the first with {rows[0]['error']}")
 
 
 def _run(measurement: Measurement, results: Results, json_file: Path | None) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from kvbits.cli.common import (
     load,
     out,
     results_file,
+    say,
 )
 from kvbits.files import load_calibration
 from kvbits.schemes.catalogue import RECOMMENDED
@@ -82,7 +83,7 @@ def _show(rows: list[dict[str, Any]], schemes: list[str]) -> None:
         if any("error" not in row for row in mine):
             out.print(_table(task, [row for row in mine if "error" not in row]))
         for line in dict.fromkeys(row["advice"] for row in mine if row.get("advice")):
-            err.print(f"warning: {task}: {line}", markup=False, highlight=False, soft_wrap=True)
+            say(f"warning: {task}: {line}", err)
         for row in mine:
             if "error" in row:
                 err.print(f"failed: {task}, {row['scheme']}: {row['error']}", markup=False, highlight=False)

@@ -3,6 +3,6 @@
 One file an idea: ``caches`` (kvbits schemes and their peers under one name each), ``text`` (what is read), ``quality``
 (perplexity and divergence), ``retrieval`` (planted facts), ``tasks`` (through lm-evaluation-harness: ``harness``,
 ``task_data``), ``packed`` (whether anything was quantized), ``pairs`` (paired tests), ``bench``
-(speed and memory side by side: ``speed`` on ``runner``, ``flush``, ``peak``, ``room``, ``weights``, ``breakeven``),
+(speed and memory side by side: ``speed`` on ``runner``, ``peak``, ``room``, ``weights``, ``breakeven``),
 ``results`` (the file that all of them write), ``setting`` (what is recorded beside figures), ``report`` (pictures).
 """

@@ -25,10 +25,9 @@ from kvbits.measure.breakeven import with_break_even
 from kvbits.measure.caches import EXACT
 from kvbits.measure.memory import Peak
 from kvbits.measure.peak import PeakJob, peak_here, peak_of
-from kvbits.measure.prompts import Prompts
 from kvbits.measure.results import Results
 from kvbits.measure.room import Shapes, refuse_unless_it_fits, room
-from kvbits.measure.runner import Reading
+from kvbits.measure.runner import Prompts, Reading
 from kvbits.measure.setting import model_name, setting
 from kvbits.measure.speed import QUANTO4, WARM_ROUNDS, measure, reason, work_tokens
 from kvbits.measure.text import prose

@@ -39,7 +39,7 @@ def elements_of_a_token(model: PreTrainedModel) -> int:
 
 
 def bits_per_element(cache: Cache, elements: int) -> float | None:
-    """Bits that a live cache has allocated for each element: codes, scales, exact tokens and spare room included.
+    """Bits that a live cache has allocated for each element: codes, scales, exact tokens and unused room included.
 
     Layers with a window, or a state in place of keys, count neither here nor there, where a cache keeps them as they
     are in the exact one.
@@ -95,13 +95,13 @@ def bits_at(cache: Cache, tokens: int = LONG_TOKENS) -> float | None:
     Returns:
         None where a cache has no layer that sees the whole text.
     """
-    held = _held(cache) if isinstance(cache, KVCache) else _held_by_peer(cache)
-    alike, one = Counter(shape for shape, _ in held), dict(held)
+    filled = _filled_layers(cache) if isinstance(cache, KVCache) else _filled_layers_of_peer(cache)
+    alike, one = Counter(shape for shape, _ in filled), dict(filled)
     total = count = 0
     for shape, layers in alike.items():
-        nbytes, held_elements = one[shape](tokens)
+        nbytes, layer_elements = one[shape](tokens)
         total += layers * nbytes
-        count += layers * held_elements
+        count += layers * layer_elements
     return 8 * total / count if count else None
 
 
@@ -109,16 +109,16 @@ _Fill: TypeAlias = Callable[[int], tuple[int, int]]
 """A number of tokens to the bytes and elements of a layer that has read so many."""
 
 
-def _held(cache: KVCache) -> list[tuple[Hashable, _Fill]]:
-    """Of each layer that holds anything, what its bytes depend on, and how one like it is filled."""
+def _filled_layers(cache: KVCache) -> list[tuple[Hashable, _Fill]]:
+    """Of each layer that is not empty, what its bytes depend on, and how one like it is filled."""
     return [(_shape(x.core), partial(_filled, x.core)) for x in cache.packed_layers if x.core.keys is not None]
 
 
-def _held_by_peer(cache: Cache) -> list[tuple[Hashable, _Fill]]:
+def _filled_layers_of_peer(cache: Cache) -> list[tuple[Hashable, _Fill]]:
     """The same of one of Transformers' own caches."""
     full = [x for x in cache.layers if type(x) is DynamicLayer or isinstance(cache, QuantizedCache)]
-    held = [x for x in full if isinstance(x, DynamicLayer) and x.get_seq_length()]
-    return [((type(layer), _peer_heads(layer)), partial(_filled_peer, layer)) for layer in held]
+    filled = [x for x in full if isinstance(x, DynamicLayer) and x.get_seq_length()]
+    return [((type(layer), _peer_heads(layer)), partial(_filled_peer, layer)) for layer in filled]
 
 
 def _peer_heads(layer: Any) -> tuple[tuple[int, int], ...]:
@@ -154,10 +154,10 @@ def _filled(core: LayerCache, tokens: int) -> tuple[int, int]:
     return sum(layer.nbytes().values()), layer.elements
 
 
-def _filled_peer(held: Any, tokens: int) -> tuple[int, int]:
+def _filled_peer(like: Any, tokens: int) -> tuple[int, int]:
     """The same of a layer of Transformers' own."""
-    layer = copy.copy(held)
-    keys, values = (_random(heads, tokens, channels, layer.device) for heads, channels in _peer_heads(held))
+    layer = copy.copy(like)
+    keys, values = (_random(heads, tokens, channels, layer.device) for heads, channels in _peer_heads(like))
     layer.__dict__.update(is_initialized=False, keys=None, values=None)
     layer.update(keys, values)
     return storage_bytes(layer), keys.numel() + values.numel()

@@ -107,7 +107,7 @@ def _calibrates(name: str) -> bool:
 
 
 def nbytes(cache: Cache) -> int:
-    """Bytes that a cache really holds, spare room and exact tokens included."""
+    """Bytes that a cache has really allocated, unused room and exact tokens included."""
     return cache.nbytes.total if isinstance(cache, KVCache) else sum(map(storage_bytes, cache.layers))
 
 
@@ -139,7 +139,7 @@ def branch(cache: Cache) -> Cache:
 
 
 def exact_ends(cache: Cache) -> tuple[int, int]:
-    """How many of its first and of its last tokens a cache of one row holds exactly right now.
+    """How many of the first and of the last tokens of a cache of one row are exact tokens right now.
 
     Late sinks, which lie anywhere, and layers that keep the model's own type are not counted; where every layer is
     exact, both are all tokens.

@@ -11,11 +11,6 @@ from typing import Any
 
 import torch
 
-FIGURES = (
-    "ppl", "ppl_se", "nll_change", "nll_change_se", "kl_mean", "kl_se", "kl_median", "kl_p999", "top1",
-)  # fmt: skip
-"""What :meth:`Scores.figures` gives."""
-
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
     """Logits of any dtype as float32 log probabilities, ``[..., V]``."""
@@ -50,7 +45,7 @@ class Scores:
     same: list[torch.Tensor] = field(default_factory=list)
 
     def figures(self, exact: Scores) -> tuple[dict[str, float | None], dict[str, str]]:
-        """The figures of :data:`FIGURES`, and for each that is None the reason.
+        """The figures, and for each that is None the reason.
 
         Perplexity has the standard error over tokens; ``nll_change`` is the mean over tokens of how much more
         surprising each became (the logarithm of the ratio of perplexities), with that of the paired differences.

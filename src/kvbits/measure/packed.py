@@ -25,7 +25,7 @@ LOW_SHARE = 0.5
 
 
 def packed_tokens(cache: Cache) -> int:
-    """Tokens packed so far, over rows and layers, also those that a window has dropped since."""
+    """Tokens packed so far, over layers and (but for peers) rows, also those that a window has dropped since."""
     return sum(_packed_so_far(x) if isinstance(x, PackedLayer) else _tokens(x)[1] for x in cache.layers)
 
 
@@ -42,7 +42,7 @@ def _packed_so_far(layer: PackedLayer) -> int:
 
 
 def _tokens(layer: Any) -> tuple[int, int]:
-    """Cached tokens of all rows of a layer, and how many of them are packed."""
+    """Cached tokens of a layer, and how many of them are packed: of all rows, or of one row where a peer packs."""
     if isinstance(layer, PackedLayer):
         scheme = layer.core.scheme
         exact = isinstance(scheme.key, Exact) and isinstance(scheme.value, Exact)
@@ -53,7 +53,7 @@ def _tokens(layer: Any) -> tuple[int, int]:
         rows, exact_tokens = keys.shape[0], keys.shape[2]
     if getattr(layer, "_quantized_keys", None) is None:
         return rows * exact_tokens, 0
-    return rows * layer.cumulative_length, rows * (layer.cumulative_length - exact_tokens)
+    return layer.cumulative_length, layer.cumulative_length - exact_tokens
 
 
 def packing_layers(cache: Cache) -> list[PackedLayer]:

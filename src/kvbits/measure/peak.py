@@ -23,8 +23,7 @@ from kvbits.files import Calibration, load_calibration
 from kvbits.hf.attach import enable
 from kvbits.hf.loading import load_model
 from kvbits.measure.memory import Peak, peak_memory
-from kvbits.measure.prompts import Prompts
-from kvbits.measure.runner import Reading, Runner
+from kvbits.measure.runner import Prompts, Reading, Runner
 from kvbits.measure.weights import quantize
 
 STEPS = 2

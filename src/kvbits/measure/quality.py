@@ -42,6 +42,7 @@ from kvbits.measure.exact import ExactLogits
 from kvbits.measure.memory import Peak, peak_memory
 from kvbits.measure.packed import Attended, packed_layers
 from kvbits.measure.results import Results
+from kvbits.measure.runner import wait_for
 from kvbits.measure.setting import setting
 from kvbits.measure.text import windows_of
 
@@ -94,13 +95,9 @@ def measure(
         report: gets what is being measured, tokens done and tokens in all, after every forward.
 
     Returns:
-        Results of the kind ``quality``. A row has ``scheme``, ``regime``, the figures of
-        :data:`kvbits.measure.divergence.FIGURES`, ``bits_per_element`` and ``kv_bytes`` (of the live cache after a
-        window), ``bits_at_8000``, ``peak_bytes`` (see :mod:`kvbits.measure.memory`), ``seconds`` (in forwards, all
-        windows), ``kernel`` (what computed attention over packed keys), ``packed_share`` (of the keys that queries
-        attended to, those that were packed), ``packed_layers``, ``warnings``, and ``missing``, the reasons of figures
-        that are None. A scheme that the model, or a library, refuses has a row with ``scheme``, ``regime`` and
-        ``error``.
+        Results of the kind ``quality``. A row has ``scheme``, ``regime``, and the figures that ``docs/measure.md``
+        describes; ``missing`` has the reasons of figures that are None. A scheme that the model, or a library, refuses
+        has a row with ``scheme``, ``regime`` and ``error``.
 
     Raises:
         TypeError: for what is no model, and for text without a tokenizer.
@@ -325,9 +322,11 @@ class _Run:
             self.attended = self.attended.after(cache, first, given.shape[1])
             if last and first + step >= len(ids):
                 guards.ask_for_reasons(cache)
-            start = _now(model.device)
+            wait_for(model.device)
+            start = time.perf_counter()
             logits = model(input_ids=given, use_cache=True, **{cache_name(model): cache}).logits[0]
-            self.seconds += _now(model.device) - start
+            wait_for(model.device)
+            self.seconds += time.perf_counter() - start
             if len(logits) != given.shape[1]:
                 raise ValueError(f"{type(model).__name__} gave logits for {len(logits)} of {given.shape[1]} tokens")
             self.kernels |= caches.outcomes(cache)
@@ -371,12 +370,3 @@ class _Window:
         for parts, whole in zip(self.parts, (scores.nll, scores.kl, scores.same), strict=True):
             if parts:
                 whole.append(torch.cat(parts).cpu().double())
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, once all that a device was given to do is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-    return time.perf_counter()

@@ -98,7 +98,7 @@ class Score(NamedTuple):
         hit: whether the greedy answer holds what is wanted.
         logprob: mean log probability of the exemplary answer's tokens, in nats.
         rank: their mean rank among all tokens; 1 is the likeliest.
-        exact_share: of the needles' tokens, those that the cache held exactly when the question began.
+        exact_share: of the needles' tokens, those that were exact tokens when the question began.
         text: the greedy answer.
     """
 

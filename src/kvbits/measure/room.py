@@ -21,7 +21,7 @@ _GROUP = 64
 
 
 class Layer(NamedTuple):
-    """What the exact cache of one layer holds of a token: heads, channels of K and of V.
+    """What the exact cache of one layer stores of a token: heads, channels of K and of V.
 
     A sliding one holds a whole prompt too, until the first step after it, and stays exact.
     """
@@ -40,7 +40,7 @@ class Shapes:
         layers: those that store keys and values.
         size: bytes of an element.
         vocabulary, hidden, intermediate: widths.
-        eager_heads: query heads whose scores are held in full, 0 where attention is tiled.
+        eager_heads: query heads whose scores are in memory in full, 0 where attention is tiled.
         weights_bytes: parameters and buffers.
     """
 
@@ -119,7 +119,7 @@ class Room:
 
     Attributes:
         batch, context: of the run.
-        exact: bytes of one exact cache; two are held.
+        exact: bytes of one exact cache; there are two.
         others: bytes of all other caches together.
         forward: bytes of the largest forward.
         child: bytes of the process that measures peak memory, with a model of its own; 0 without one.
@@ -134,7 +134,7 @@ class Room:
 
     @property
     def needed(self) -> int:
-        """The most that is held at one time above the loaded model."""
+        """The most that is in memory at one time above the loaded model."""
         return max(2 * self.exact + self.others + self.forward, self.child)
 
     def refuse_over(self, available: int) -> None:
@@ -152,7 +152,7 @@ class Room:
 def room(
     shapes: Shapes, names: Sequence[str], batch: int, context: int, chunk: int | None, last_only: bool, child: bool
 ) -> Room:
-    """What a run of these caches, held together, needs.
+    """What a run of these caches, all in memory together, needs.
 
     Args:
         shapes: of the model.

@@ -2,6 +2,9 @@
 
 Every forward is the one that ``generate`` makes, with the mask of all columns, and is timed until the next token is
 known on the host. Tokens are those of the text, whatever the model would say, so that all caches read the same.
+
+Most steps copy one token; one in every ``block`` (kvbits) or ``residual_length`` (Transformers) packs, which takes much
+longer. Such steps, *flushes*, are told apart by what the cache has packed before and after.
 """
 
 from __future__ import annotations
@@ -17,14 +20,39 @@ from typing import NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import QuantizedLayer
 
 from kvbits.files import Calibration
+from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
 from kvbits.measure import guards
 from kvbits.measure.caches import make
-from kvbits.measure.flush import tokens_between, tokens_to_flush
 from kvbits.measure.packed import packed_tokens
-from kvbits.measure.prompts import Prompts
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows of token ids, each from another place of a text. A text that is too short begins again at its end.
+
+    Attributes:
+        tokens: of the whole text, int64 ``[N]``.
+    """
+
+    tokens: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or len(self.tokens) == 0:
+            raise ValueError(f"the text has no tokens (shape {tuple(self.tokens.shape)}); give one with words in it")
+
+    def take(self, batch: int, first: int, last: int) -> torch.Tensor:
+        """Tokens ``first .. last - 1`` of every row, int64 ``[batch, last - first]``."""
+        count = len(self.tokens)
+        begin = torch.arange(batch)[:, None] * (count // batch)
+        return self.tokens[(begin + torch.arange(first, last)[None]) % count]
+
+    def repeats(self, batch: int, length: int) -> bool:
+        """Whether rows of ``length`` tokens share parts of the text, or hold some of it twice."""
+        return batch * length > len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -141,3 +169,40 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+# -- steps that pack ---------------------------------------------------------------------------------------------------
+
+
+def tokens_to_flush(cache: Cache) -> int | None:
+    """How many more tokens until a step packs, that step's own included; None where none ever will.
+
+    Args:
+        cache: one that has read a prompt without padding.
+    """
+    if not isinstance(cache, KVCache):
+        return min((layer.residual_length - _residual(layer) for layer in _requantizing(cache)), default=None)
+    found = []
+    for core in (layer.core for layer in cache.packed_layers):
+        residual = core.scheme.residual
+        if core.scheme.packs and residual is not None:
+            first = core.sinks + core.late_sinks + residual + core.scheme.block
+            found.append(first - max(core.held, default=0))
+    return min(found, default=None)
+
+
+def tokens_between(cache: Cache) -> int | None:
+    """How many tokens lie between two steps that pack; None where none does."""
+    if isinstance(cache, KVCache):
+        return min((x.core.scheme.block for x in cache.packed_layers if x.core.scheme.packs), default=None)
+    return min((layer.residual_length for layer in _requantizing(cache)), default=None)
+
+
+def _requantizing(cache: Cache) -> list[QuantizedLayer]:
+    """Layers that quantize anew all that they hold whenever their residual is full; ``hf:fp8`` has none."""
+    return [layer for layer in cache.layers if isinstance(layer, QuantizedLayer)]
+
+
+def _residual(layer: QuantizedLayer) -> int:
+    """Exact tokens of a layer."""
+    return layer.keys.shape[-2] if layer.keys is not None and layer.keys.ndim == 4 else 0

@@ -3,7 +3,7 @@
 Every cache reads the same prompt through the model, several times over; then all of them are stepped in rounds, one
 token each, in an order that moves on by one each time. The exact cache runs first and once more last: what two
 identical caches differ by is what no difference between two others can be told from. Steps that pack something are
-timed apart (:mod:`kvbits.measure.flush`).
+timed apart (:mod:`kvbits.measure.runner`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from kvbits.files import Calibration
 from kvbits.measure.bits import bits_per_element, elements_of_a_token
 from kvbits.measure.caches import EXACT, check, is_exact, kernels, nbytes
-from kvbits.measure.flush import tokens_between
 from kvbits.measure.packed import packed_tokens
-from kvbits.measure.runner import Reading, Runner
+from kvbits.measure.runner import Reading, Runner, tokens_between
 
 WARM_ROUNDS = 2
 """Untimed steps of each cache before the timed ones: quanto compiles its extension at first use, and so on."""

@@ -192,7 +192,10 @@ def evaluate(
             if all(results.find(scheme=scheme, task=name, data_sha256=task.data_sha256) for name in task.reported):
                 continue
             report(f"{task.name}, {scheme}")
-            rows = _measure(model, tokenizer, scheme, task, limit, chunk, batch, calibration)
+            rows = _measure(
+                task, limit, scheme=scheme, pretrained=model, tokenizer=tokenizer, chunk=chunk, batch_size=batch,
+                calibration=calibration,
+            )  # fmt: skip
             replaced = {(row["scheme"], row["task"]) for row in rows}
             results.rows = [row for row in results.rows if (row["scheme"], row["task"]) not in replaced] + rows
             pair_rows(results.rows)
@@ -201,17 +204,8 @@ def evaluate(
     return results
 
 
-def _measure(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    scheme: str,
-    task: Task,
-    limit: int | None,
-    chunk: int,
-    batch: int,
-    calibration: Calibration | None,
-) -> list[dict[str, Any]]:
-    """The rows of one task under one scheme."""
+def _measure(task: Task, limit: int | None, scheme: str, **options: Any) -> list[dict[str, Any]]:
+    """The rows of one task under one scheme; ``options`` are those of ``KvbitsLM``."""
     with _quiet():
         import lm_eval
 
@@ -219,9 +213,7 @@ def _measure(
 
         start = time.perf_counter()
         try:
-            lm = KvbitsLM(
-                model, scheme=scheme, calibration=calibration, chunk=chunk, tokenizer=tokenizer, batch_size=batch
-            )
+            lm = KvbitsLM(scheme=scheme, **options)
             for part in task.loaded["tasks"].values():
                 part.set_fewshot_seed(seed=SHOTS_SEED)  # anew, so that all schemes see the same shots
             torch.manual_seed(SEED)
