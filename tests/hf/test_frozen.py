@@ -310,10 +310,6 @@ def test_operations_of_growing_caches() -> None:
             getattr(frozen, name)(argument)
     with pytest.raises(ValueError, match="takes one token of each of its 1 rows at a time, and got 3 of 1"):
         model(input_ids=ids[:, :3], **{cache_name(model): frozen})
-    with pytest.raises(ValueError, match="a frozen cache takes one token of text"):
-        mask = torch.ones(1, 20, dtype=torch.long)
-        mask[0, -1] = 0
-        model(input_ids=ids[:, :1], attention_mask=mask, **{cache_name(model): frozen})
     with pytest.raises(ValueError, match="cannot serve this call: output_attentions"):
         model(input_ids=ids[:, :1], output_attentions=True, **{cache_name(model): frozen})
     decode(model, frozen, ids, 3)

@@ -373,15 +373,6 @@ def test_a_run_begins_where_positions_do_not_go_on_by_one(llama: Reader, mask: s
     llama.assert_followed()
 
 
-def test_generate_gives_positions(llama: Reader) -> None:
-    ids, mask = left_padded()
-    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    llama.model.generate(ids, attention_mask=mask, **options, **{cache_name(llama.model): llama.cache})
-    assert llama.rows.columns == 25
-    assert llama.rows.runs is None
-    llama.assert_followed()
-
-
 def test_a_resumed_chat(llama: Reader) -> None:
     """A second turn, the positions of which go on; and a third one that jumps."""
     ids, mask = left_padded()
@@ -397,40 +388,6 @@ def test_a_resumed_chat(llama: Reader) -> None:
     assert llama.rows.runs is not None
     assert [row[-1].position for row in llama.rows.runs] == [100] * 3
     llama.assert_followed()
-
-
-def test_crop(llama: Reader) -> None:
-    ids, mask = left_padded()
-    llama.read(ids, mask)
-    llama.read(ids[:, :4], ones(mask, 4), torch.arange(50, 54)[None])
-    runs = llama.rows.runs
-    assert runs is not None
-    assert runs[2] == (Run(0, 0), Run(20, 50))
-    llama.cache.crop(-2)
-    assert llama.rows.runs == runs
-    llama.read(ids[:, :1], ones(mask, 3), torch.tensor([[52]]))
-    assert llama.rows.runs == runs
-    llama.cache.crop(-3)
-    assert llama.rows.runs == ((Run(0, 10),), (Run(0, 5),), (Run(0, 0),))
-    llama.read(ids[:, :1], ones(mask, 1))
-    assert llama.rows.runs == ((Run(0, 10),), (Run(0, 5),), (Run(0, 0),))
-    llama.assert_followed({1: 2, 2: 3})
-
-
-def test_beams(llama: Reader) -> None:
-    ids, mask = left_padded()
-    llama.read(ids, mask)
-    llama.cache.batch_repeat_interleave(2)
-    assert llama.rows.runs == ((Run(0, 10),),) * 2 + ((Run(0, 5),),) * 2 + ((Run(0, 0),),) * 2
-    llama.cache.reorder_cache(torch.tensor([4, 1, 2, 2, 0, 5]))
-    assert llama.rows.runs == tuple((Run(0, first),) for first in (0, 10, 5, 5, 10, 0))
-    beams = dict(max_new_tokens=5, num_beams=3, do_sample=False)
-    llama.cache.reset()
-    assert llama.rows.runs is None
-    stock = zoo.build("llama").generate(ids, attention_mask=mask, **beams)
-    got = llama.model.generate(ids, attention_mask=mask, **beams, **{cache_name(llama.model): llama.cache})
-    assert torch.equal(got, stock)
-    assert llama.rows.runs is None
 
 
 def test_a_failed_call_is_taken_back(llama: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -649,8 +606,11 @@ def test_keys_are_right_whatever_becomes_of_the_frequencies(
     caches = read_twice(model, "exact,pre-rope,residual=4,block=32", chunks, mask_of(chunks, padding))
     assert key_error(caches) < 1e-5
     for cache in caches:
-        cache.crop(-37)  # into a packed block
-        cache.batch_select_indices(torch.tensor([2, 0, 0, 1]))
+        cache.crop(-2)  # exact tokens
+        cache.crop(-35)  # into a packed block
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([4, 1, 2, 2, 0, 5]))
+        cache.batch_select_indices(torch.tensor([0, 1, 4, 2]))
     assert key_error(caches) < 1e-5
     ids, mask = zoo.prompt(4, 40, seed=3), mask_of(chunks, padding)
     if mask is not None:
