@@ -22,7 +22,6 @@ import kvbits
 import stored
 import zoo
 from kvbits.attend import native
-from kvbits.hf.attention import STOCK_OF
 from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
 from kvbits.hf.translate import scheme_of_cache_config
@@ -247,7 +246,7 @@ def test_training_is_left_alone() -> None:
 @pytest.mark.parametrize("explicit", ["int4", "stock"])
 def test_a_cache_that_the_call_brings_wins(explicit: str) -> None:
     model = kvbits.enable(zoo.build("llama"), INT8)
-    cache = hf.DynamicCache(config=model.config) if explicit == "stock" else kvbits.cache_for(model, explicit)
+    cache = zoo.stock_cache(model) if explicit == "stock" else kvbits.cache_for(model, explicit)
     got = generate(model, **{cache_name(model): cache})
     assert cache_of(got, model) is cache
     assert cache.get_seq_length() == 51
@@ -263,21 +262,17 @@ def step_mask(cache: hf.Cache, model: hf.PreTrainedModel) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "falcon-new", "gpt-oss"])
 def test_stock_caches_on_an_enabled_model_are_as_stock(name: str) -> None:
     def runs(model: hf.PreTrainedModel) -> list[Any]:
-        dynamic = {cache_name(model): hf.DynamicCache(config=model.config)}
+        dynamic = {cache_name(model): zoo.stock_cache(model)}
         results = [generate(model, **dynamic)]
         results += [generate(model, cache_implementation=kind) for kind in ("dynamic", "static")]
         results += [generate(model, use_cache=False, tokens=4)]
-        dynamic = {cache_name(model): hf.DynamicCache(config=model.config)}
+        dynamic = {cache_name(model): zoo.stock_cache(model)}
         return [*results, generate(model, num_beams=3, **dynamic)]
 
-    for got, right in zip(runs(kvbits.enable(zoo.build(name), INT8)), runs(zoo.build(name)), strict=True):
+    model, stock = kvbits.enable(zoo.build(name), INT8), zoo.build(name)
+    for got, right in zip(runs(model), runs(stock), strict=True):
         assert_same_run(got, right)
-
-
-@pytest.mark.parametrize("kind, expected", [("dynamic", hf.DynamicCache), ("static", hf.StaticCache)])
-def test_a_named_stock_cache_stays_stock(kind: str, expected: type) -> None:
-    model = kvbits.enable(zoo.build("llama"), INT8)
-    assert type(cache_of(generate(model, cache_implementation=kind), model)) is expected
+        assert type(cache_of(got, model)) is type(cache_of(right, stock))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -352,12 +347,12 @@ def test_disable_leaves_nothing_behind(name: str, implementation: str, turn_on: 
     attributes = [sorted(vars(module)) for module in model.modules()]
     config = copy.deepcopy(model.config.to_dict())
     right = generate(model)
-    turned: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "cache_for": lambda: generate(model, **{cache_name(model): kvbits.cache_for(model, INT8)}),
         "enable": lambda: generate(kvbits.enable(model), cache_implementation="quantized"),
         "enable-scheme": lambda: generate(kvbits.enable(model, INT8)),
     }
-    turned[turn_on]()
+    calls[turn_on]()
     assert traces(model)
     assert kvbits.disable(model) is model
     assert traces(model) == []
@@ -625,8 +620,12 @@ def test_a_cache_that_another_model_has_filled_is_refused(changes: dict[str, Any
     cache = kvbits.cache_for(model, INT8)
     kvbits.enable(other)
     generate(model, **{cache_name(model): cache})
-    with pytest.raises(ValueError, match="this cache was made for another LlamaForCausalLM than"), torch.no_grad():
-        other(input_ids=zoo.prompt(2, 1), **step_mask(cache, other))
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="this cache was made for another LlamaForCausalLM than"):
+            other(input_ids=zoo.prompt(2, 1), **step_mask(cache, other))
+        assert cache.get_seq_length() == 51
+        model.model(input_ids=zoo.prompt(2, 1), **step_mask(cache, model))  # the decoder inside is no other model
+    assert cache.get_seq_length() == 52
 
 
 def test_another_shape_is_refused() -> None:
@@ -640,7 +639,7 @@ def test_another_shape_is_refused() -> None:
         model(input_ids=zoo.prompt(2, 1), **step_mask(cache, model))
 
 
-def test_an_empty_cache_that_knows_how_one_model_rotates_is_not_anothers() -> None:
+def test_an_empty_cache_that_knows_how_one_model_ropes_is_not_anothers() -> None:
     model, other = zoo.build("llama"), kvbits.enable(zoo.build("qwen2"))
     with pytest.raises(ValueError, match="made for another LlamaForCausalLM than the Qwen2ForCausalLM that runs"):
         generate(other, **{cache_name(other): kvbits.cache_for(model, "int8,pre-rope")})
@@ -795,10 +794,6 @@ def test_explain_of_a_model_that_asks_for_weights() -> None:
     paths = kvbits.explain(model, "int4").layers
     assert {path.step for path in paths} == {"decoded"}
     assert all("output_attentions" in path.why for path in paths)
-
-
-def test_the_names_of_our_attention_functions() -> None:
-    assert STOCK_OF == {"kvbits": "sdpa", "kvbits_eager": "eager"}
 
 
 def test_explain_speaks_of_the_scheme_that_was_given() -> None:

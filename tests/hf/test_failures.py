@@ -45,6 +45,26 @@ def call(model: hf.PreTrainedModel, cache: Any, ids: torch.Tensor) -> torch.Tens
         return model(input_ids=ids, **{cache_name(model): cache})[0]
 
 
+def twins(model: hf.PreTrainedModel, ids: torch.Tensor, scheme: str = INT8) -> tuple[Any, Any]:
+    """Two caches that have read ``ids``; a call on the first of them will fail."""
+    caches = kvbits.cache_for(model, scheme), kvbits.cache_for(model, scheme)
+    for cache in caches if ids.shape[1] else ():
+        call(model, cache, ids)
+    return caches
+
+
+def assert_same(model: hf.PreTrainedModel, cache: Any, right: Any, *more: torch.Tensor) -> None:
+    """Both answer ``more`` alike, bit for bit."""
+    for ids in more:
+        assert torch.equal(call(model, cache, ids), call(model, right, ids))
+
+
+def assert_same_rows(cache: Any, right: Any) -> None:
+    for layer, other in zip(cache.packed_layers, right.packed_layers, strict=True):
+        for row in range(layer.core.rows.batch):
+            stored.assert_same(stored.row_of(layer.core, row), stored.row_of(other.core, row))
+
+
 PLACES: dict[str, Callable[[hf.PreTrainedModel], torch.nn.Module]] = {
     "between the layers": lambda model: model.model.layers[1].input_layernorm,
     "after the first update": lambda model: model.model.layers[0].mlp,
@@ -60,20 +80,14 @@ PLACES: dict[str, Callable[[hf.PreTrainedModel], torch.nn.Module]] = {
 def test_a_call_that_fails_can_be_repeated(scheme: str, chunk: int, held: int, place: str) -> None:
     """Bit for bit, also where the call filled a block (39 and 71 columns) or packed the first one of all."""
     model, ids = zoo.build("llama"), zoo.prompt(2, held + chunk + 1)
-    cache, right = kvbits.cache_for(model, scheme), kvbits.cache_for(model, scheme)
-    if held:
-        for each in (cache, right):
-            call(model, each, ids[:, :held])
+    cache, right = twins(model, ids[:, :held], scheme)
     for _ in range(2):
         with failing(PLACES[place](model)), pytest.raises(Broken):
             call(model, cache, ids[:, held : held + chunk])
         assert [layer.get_seq_length() for layer in cache.layers] == [held] * 2
-    for new in (ids[:, held : held + chunk], ids[:, -1:]):
-        assert torch.equal(call(model, cache, new), call(model, right, new))
-    for layer, right_layer in zip(cache.packed_layers, right.packed_layers, strict=True):
-        for row in range(2):
-            stored.assert_same(stored.row_of(layer.core, row), stored.row_of(right_layer.core, row))
-        assert layer.before is None  # nothing is kept beyond the call
+    assert_same(model, cache, right, ids[:, held : held + chunk], ids[:, -1:])
+    assert_same_rows(cache, right)
+    assert all(layer.before is None for layer in cache.packed_layers)  # nothing is kept beyond the call
 
 
 def test_a_padded_call_that_fails_can_be_repeated() -> None:
@@ -91,22 +105,19 @@ def test_a_padded_call_that_fails_can_be_repeated() -> None:
         with failing(model.lm_head), pytest.raises(Broken):
             run(cache, end - 1, end)
         assert torch.equal(run(cache, end - 1, end), run(right, end - 1, end))
-    for row in range(3):
-        for layer, other in zip(cache.packed_layers, right.packed_layers, strict=True):
-            stored.assert_same(stored.row_of(layer.core, row), stored.row_of(other.core, row))
+    assert_same_rows(cache, right)
 
 
 def test_beams_go_on_after_a_call_that_failed() -> None:
     model, ids = zoo.build("llama"), zoo.prompt(2, 50)
-    cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
+    cache, right = twins(model, ids[:, :44])
     for each in (cache, right):
-        call(model, each, ids[:, :44])
         each.reorder_cache(torch.tensor([1, 0]))
     with failing(model.lm_head), pytest.raises(Broken):
         call(model, cache, ids[:, 44:45])
     for each in (cache, right):
         each.reorder_cache(torch.tensor([1, 1]))
-    assert torch.equal(call(model, cache, ids[:, 44:]), call(model, right, ids[:, 44:]))
+    assert_same(model, cache, right, ids[:, 44:])
 
 
 def test_a_first_call_that_fails_leaves_an_empty_cache() -> None:
@@ -117,14 +128,13 @@ def test_a_first_call_that_fails_leaves_an_empty_cache() -> None:
         with failing(model.lm_head), pytest.raises(Broken):
             call(model, cache, ids)
         assert cache.get_seq_length() == 0
-        right = kvbits.cache_for(model, INT8)
-        assert torch.equal(call(model, cache, ids), call(model, right, ids))
+        assert_same(model, cache, kvbits.cache_for(model, INT8), ids)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-next", "mistral-window"])
 @pytest.mark.filterwarnings("ignore:every layer of")
 def test_what_cannot_be_taken_back_is_refused_until_reset(name: str) -> None:
-    """Windows that are full and linear attention have left behind what they held before the call."""
+    """Windows that are full and linear attention have dropped older tokens of the calls before."""
     model, ids = zoo.build(name), zoo.prompt(1, 60)
     cache = kvbits.cache_for(model, INT8)
     call(model, cache, ids[:, :50])
@@ -139,8 +149,7 @@ def test_what_cannot_be_taken_back_is_refused_until_reset(name: str) -> None:
         with pytest.raises(ValueError, match=r"failed halfway and could not be taken back.* reset\(\)"):
             again()
     cache.reset()
-    right = kvbits.cache_for(model, INT8)
-    assert torch.equal(call(model, cache, ids), call(model, right, ids))
+    assert_same(model, cache, kvbits.cache_for(model, INT8), ids)
 
 
 def test_windows_that_are_not_full_or_that_record_are_taken_back() -> None:
@@ -155,21 +164,19 @@ def test_windows_that_are_not_full_or_that_record_are_taken_back() -> None:
         with failing(model.lm_head), pytest.raises(Broken):
             call(model, cache, ids[:, held : held + 1])
         assert cache.get_seq_length() == held
-        assert torch.equal(call(model, cache, ids[:, held:]), call(model, right, ids[:, held:]))
+        assert_same(model, cache, right, ids[:, held:])
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_after_an_interruption_the_next_call_says_so_once(place: str) -> None:
     """A KeyboardInterrupt passes by all hooks, so it is noticed only by the next call."""
     model, ids = zoo.build("llama"), zoo.prompt(1, 60)
-    cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
-    for each in (cache, right):
-        call(model, each, ids[:, :40])
+    cache, right = twins(model, ids[:, :40])
     with failing(PLACES[place](model), KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         call(model, cache, ids[:, 40:41])
     with pytest.raises(ValueError, match=r"interrupted.* holds 40 columns again: repeat that call"):
         call(model, cache, ids[:, 40:41])
-    assert torch.equal(call(model, cache, ids[:, 40:]), call(model, right, ids[:, 40:]))
+    assert_same(model, cache, right, ids[:, 40:])
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -181,9 +188,7 @@ def test_an_interruption_within_a_layer_is_taken_back(
 ) -> None:
     """Once its tokens are there, or some of its blocks, and nobody has been told."""
     model, ids = zoo.build("llama"), zoo.prompt(2, held + chunk + 1)
-    cache, right = kvbits.cache_for(model, INT8), kvbits.cache_for(model, INT8)
-    for each in (cache, right):
-        call(model, each, ids[:, :held])
+    cache, right = twins(model, ids[:, :held])
     core: Any = cache.packed_layers[layer].core
     thing, name = (core.store, "append") if where == "store" else (core, where)
     method = getattr(thing, name)
@@ -199,8 +204,7 @@ def test_an_interruption_within_a_layer_is_taken_back(
             call(model, cache, ids[:, held : held + chunk])
     with pytest.raises(ValueError, match=f"interrupted.* holds {held} columns again: repeat that call"):
         call(model, cache, ids[:, held : held + chunk])
-    for span in (slice(held, held + chunk), slice(held + chunk, None)):
-        assert torch.equal(call(model, cache, ids[:, span]), call(model, right, ids[:, span]))
+    assert_same(model, cache, right, ids[:, held : held + chunk], ids[:, held + chunk :])
 
 
 def test_an_interruption_is_noticed_by_crop_and_by_the_decoder_inside() -> None:
@@ -248,19 +252,6 @@ def test_a_mask_does_not_stay_with_the_cache() -> None:
 
 
 # -- a cache in the wrong hands ----------------------------------------------------------------------------------------
-
-
-def test_a_cache_of_another_model_is_refused() -> None:
-    """Of the same shape: nothing else would tell. The decoder inside a model is no other one."""
-    model, other, ids = zoo.build("llama"), kvbits.enable(zoo.build("llama"), INT8), zoo.prompt(1, 60)
-    cache = kvbits.cache_for(model, INT8)
-    call(model, cache, ids)
-    with pytest.raises(ValueError, match="this cache was made for another LlamaForCausalLM than the LlamaForCausalLM"):
-        call(other, cache, ids)
-    assert cache.get_seq_length() == 60
-    with torch.no_grad():
-        model.model(input_ids=ids, **{cache_name(model): cache})
-    assert cache.get_seq_length() == 120
 
 
 def generated(model: hf.PreTrainedModel, cache: KVCache, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 import kvbits
 import zoo
-from frozen_models import SMALL, built, decode, padded, places, prefilled, same
+from frozen_models import SMALL, built, decode, padded, prefilled, same, twins
 from kvbits.hf import announce
 from kvbits.hf.names import cache_name
 
@@ -46,13 +46,13 @@ def test_a_model_of_other_heads(change: dict[str, int]) -> None:
     same(decode(model, frozen, ids, 5), decode(model, cache, ids, 5))
 
 
-def test_what_is_not_finite_is_named_again_at_every_call() -> None:
+@pytest.mark.parametrize("layer", (0, 1))
+def test_what_is_not_finite_is_not_packed_and_named_again_at_every_call(layer: int) -> None:
     """All layers count alike, whichever of them cannot pack."""
-    model, ids = zoo.build("llama"), zoo.prompt(1, 20)
-    frozen = kvbits.freeze(prefilled(model, SCHEME, ids), 90)
-    frozen.layers[0].core.keys[0, 0, 5, 0] = torch.nan
+    model, ids, _, frozen = twins(20)
+    frozen.layers[layer].core.keys[0, 0, 5, 0] = torch.nan
     for _ in range(3):
-        with pytest.raises(ValueError, match="layer 0: 1 of the keys to be packed are NaN, infinite or above"):
+        with pytest.raises(ValueError, match=f"layer {layer}: 1 of the keys to be packed are NaN, infinite or above"):
             decode(model, frozen, ids, 30)
         assert columns_of_layers(frozen) == {frozen.columns} == {40}
 
@@ -78,9 +78,7 @@ def test_a_forward_that_is_interrupted_behind_its_last_layer() -> None:
 
 
 def test_steps_that_were_told_and_did_not_run_are_not_taken_for_text() -> None:
-    model, ids = zoo.build("llama"), zoo.prompt(1, 30)
-    cache = prefilled(model, SCHEME, ids)
-    frozen = kvbits.freeze(cache, 90)
+    model, ids, cache, frozen = twins(30)
     frozen.advance(3)
     frozen.take_back()
     assert frozen.columns == 29 and columns_of_layers(frozen) == {29}
@@ -112,8 +110,7 @@ def test_several_steps_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refused_mask_costs_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = zoo.build("llama"), zoo.prompt(1, 30)
-    frozen = kvbits.freeze(prefilled(model, SCHEME, ids), 90)
+    model, ids, _, frozen = twins(30)
     uncounted(monkeypatch, model, frozen, ids, 3)
     with pytest.raises(ValueError, match="a frozen cache takes one token of text"):
         model(input_ids=ids[:, :1], attention_mask=torch.zeros(1, 33).long(), **{cache_name(model): frozen})
@@ -138,7 +135,7 @@ def test_masks_that_hide_something() -> None:
         with pytest.raises(ValueError, match=reason):
             model(**call, attention_mask=wrong)
     with torch.no_grad():
-        got = model(**call, attention_mask=mask, position_ids=places(mask)[:, -1:]).logits[:, -1]
+        got = model(**call, attention_mask=mask, position_ids=zoo.positions(mask)[:, -1:]).logits[:, -1]
     same(got[None], decode(model, cache, ids, 1, mask))
 
 

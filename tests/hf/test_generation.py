@@ -59,10 +59,6 @@ def forget_models() -> Iterator[None]:
     assistant.cache_clear()
 
 
-def stock_cache(model: hf.PreTrainedModel) -> hf.DynamicCache:
-    return hf.DynamicCache(config=model.config)
-
-
 def give(cache: hf.Cache, model: hf.PreTrainedModel) -> dict[str, hf.Cache]:
     return {cache_name(model): cache}
 
@@ -168,24 +164,14 @@ def skip_where_stock_fails(mode: str, name: str) -> None:
 @functools.cache
 def stock_run(mode: str, name: str) -> Any:
     model = build(name, torch.float32, attached=False)
-    return run_mode(MODES[mode], name, model, stock_cache(model))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
-def test_exact_equals_the_stock_cache_in_every_mode(name: str, mode: str) -> None:
-    skip_where_stock_fails(mode, name)
-    right = stock_run(mode, name)
-    model = build(name, torch.float32, attached=True)
-    got = run_mode(MODES[mode], name, model, kvbits.cache_for(model, "exact"))
-    assert torch.equal(got["sequences"], right["sequences"])
-    if MODES[mode].logits:
-        assert torch.equal(torch.stack(got.logits), torch.stack(right.logits))
+    return run_mode(MODES[mode], name, model, zoo.stock_cache(model))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name, sliding", [("llama", False), ("gemma3", False), ("gemma3", True)])
-def test_lossless_packing_gives_the_stock_tokens_in_every_mode(name: str, sliding: bool, mode: str) -> None:
+def test_exact_and_lossless_caches_give_what_the_stock_one_does_in_every_mode(
+    name: str, sliding: bool, mode: str
+) -> None:
     skip_where_stock_fails(mode, name)
     right = stock_run(mode, name)
     model = build(name, torch.float32, attached=True)
@@ -194,6 +180,10 @@ def test_lossless_packing_gives_the_stock_tokens_in_every_mode(name: str, slidin
     assert len(cache.packed_layers) == (2 if not sliding else 4)
     assert all(layer.core.store.longest > 0 for layer in cache.packed_layers)
     assert torch.equal(got["sequences"], right["sequences"])
+    if not sliding:
+        got = run_mode(MODES[mode], name, model, kvbits.cache_for(model, "exact"))
+        assert torch.equal(got["sequences"], right["sequences"])
+        assert not MODES[mode].logits or torch.equal(torch.stack(got.logits), torch.stack(right.logits))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -251,7 +241,7 @@ def test_modes_that_transformers_refuses_are_refused_alike(options: dict[str, An
     ids, mask = zoo.padded_prompt()
     stock, ours = build("llama", torch.float32, attached=False), build("llama", torch.float32, attached=True)
     errors = []
-    for model, cache in ((stock, stock_cache(stock)), (ours, kvbits.cache_for(ours, "int4"))):
+    for model, cache in ((stock, zoo.stock_cache(stock)), (ours, kvbits.cache_for(ours, "int4"))):
         with pytest.raises((ValueError, NotImplementedError, OSError)) as caught:
             model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, **options, **give(cache, model))
         errors.append((caught.type, str(caught.value)))
@@ -281,7 +271,7 @@ def chat(model: hf.PreTrainedModel, cache: hf.Cache, batch: int, whole: bool = T
 @pytest.mark.parametrize("name", MODELS)
 def test_chat_turns_on_one_cache(name: str, batch: int) -> None:
     stock = build(name, torch.float32, attached=False)
-    right = chat(stock, stock_cache(stock), batch)
+    right = chat(stock, zoo.stock_cache(stock), batch)
     model = build(name, torch.float32, attached=True)
     for scheme in ("exact", LOSSLESS):
         cache = kvbits.cache_for(model, scheme)
@@ -415,7 +405,7 @@ def test_operations_on_rows(name: str, operation: str) -> None:
     operate, rows_after = OPERATIONS[operation]
     rows = rows_after(list(range(BATCH)))
     stock = build(name, torch.float32, attached=False)
-    cache = prefilled(stock, stock_cache(stock))
+    cache = prefilled(stock, zoo.stock_cache(stock))
     operate(cache)
     right = continued(stock, cache, rows, COLUMNS)
     model = build(name, torch.float32, attached=True)
@@ -463,7 +453,7 @@ def croppable() -> list[tuple[str, int]]:
 @pytest.mark.parametrize("name, gone", croppable())
 def test_crop(name: str, gone: int) -> None:
     stock = build(name, torch.float32, attached=False)
-    cache = prefilled(stock, stock_cache(stock))
+    cache = prefilled(stock, zoo.stock_cache(stock))
     if gone:  # minus nothing was everything before 5.13
         cache.crop(-gone)
     left = COLUMNS - gone
@@ -547,7 +537,7 @@ def test_attention_weights_under_eager(name: str) -> None:
         )  # fmt: skip
 
     stock = zoo.build(name, attn_implementation="eager")
-    right = run(stock, stock_cache(stock))
+    right = run(stock, zoo.stock_cache(stock))
     model = zoo.build(name, attn_implementation="eager")
     for scheme, tolerance in (("exact", 0.0), (LOSSLESS, 1e-5)):
         cache = kvbits.cache_for(model, scheme)
@@ -575,4 +565,4 @@ def test_a_scheme_that_keeps_whole_windows_exact_says_so() -> None:
     model = zoo.build("mistral-window")
     with pytest.warns(UserWarning, match="too short to save memory .* give a smaller residual="):
         cache = kvbits.cache_for(model, "int4", sliding=True)
-    assert [type(layer) for layer in cache.layers] == [type(layer) for layer in stock_cache(model).layers]
+    assert [type(layer) for layer in cache.layers] == [type(layer) for layer in zoo.stock_cache(model).layers]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 EARLY = zoo.installed() < (5, 24)
 
-# Of each layer: how many channels are rotated; i: interleaved pairs; -: none.
+# Of each layer: how many channels are roped; i: interleaved pairs; -: none.
 FOUND = {
     "llama": "8 8", "llama-mha-d8": "8 8", "llama-mqa-d80": "80 80", "llama-d256-eager": "256 256", "mistral": "8 8",
     "mistral-window": "8 8", "qwen2": "8 8", "qwen3": "16 16", "phi3": "8 8", "phi4": "12 12", "cohere": "8i 8i",
@@ -35,7 +35,7 @@ FOUND = {
     "falcon-mqa": "8 8", "falcon-new": "8 8", "falcon-alibi": "- -", "bloom": "- -", "mpt": "- -", "gpt-neox": "2 2",
     "gpt2": "- -", "gpt-j": "4i 4i", "codegen": "8i 8i", "gpt-bigcode": "- -", "opt": "- -", "gpt-neo": "- -",
     "xglm": "- -", "bart-decoder": "- -", "bert-decoder": "- -", "roformer": "? ?",
-    "deepseek-v2": "? ?" if EARLY else "- -",  # later releases cache the latent, which is not rotated
+    "deepseek-v2": "? ?" if EARLY else "- -",  # later releases cache the latent, which is not roped
     "deepseek-v3": "? ?" if EARLY else "- -", "minicpm3": "- -", "qwen3-next": "- 4", "lfm2": "- 8", "jamba": "- -",
     "kimi-linear": "- -", "recurrent-gemma": "- 4", "llava": "8 8", "qwen2-vl": "8 8", "gemma3-vision": "16 16",
     "paligemma": "8 8", "mllama": "8 - 8",
@@ -72,8 +72,8 @@ def described(found: Rotaries) -> str:
 def angles(rotary: Rotary, rows: Rows, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, float64 ``[count, R/2]``, of the first own tokens of a row."""
     positions, epochs = rows.positions(row, torch.arange(count))
-    turned = positions.double()[:, None] * torch.stack(rotary.epochs)[epochs]
-    return turned.cos(), turned.sin()
+    radians = positions.double()[:, None] * torch.stack(rotary.epochs)[epochs]
+    return radians.cos(), radians.sin()
 
 
 def far(got: torch.Tensor, right: torch.Tensor) -> float:
@@ -121,7 +121,7 @@ PLAIN = [
     "olmo2", "granite", "starcoder2", "nemotron", "smollm3", "mixtral", "diffllama", "gemma3", "gemma2-softcap",
     "gpt-oss", "gemma3n", "gemma4", "qwen3-next", "recurrent-gemma", "llava", "qwen2-vl", "gemma3-vision", "paligemma",
 ]  # fmt: skip
-"""Families whose keys come from a ``k_norm`` or a ``k_proj`` and are rotated next."""
+"""Families whose keys come from a ``k_norm`` or a ``k_proj`` and are roped next."""
 
 
 def attention_scaling(model: hf.PreTrainedModel) -> float:
@@ -131,7 +131,7 @@ def attention_scaling(model: hf.PreTrainedModel) -> float:
 
 
 def assert_undone(model: hf.PreTrainedModel, dtype: torch.dtype) -> None:
-    """Stored keys, turned back, are the model's own from before its rotary embedding, times its attention scaling."""
+    """Stored keys, unroped, are the model's own from before its rotary embedding, times its attention scaling."""
     found, watched, scale = rotaries(model), Watched(model), attention_scaling(model)
     cache = hf.DynamicCache(config=model.config.get_text_config(decoder=True))
     ids, first = zoo.prompt(2, 12), 3
@@ -159,7 +159,7 @@ def assert_undone(model: hf.PreTrainedModel, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PLAIN)
-def test_keys_turned_back_are_the_models_own(name: str, dtype: torch.dtype) -> None:
+def test_unroped_keys_are_the_models_own(name: str, dtype: torch.dtype) -> None:
     assert_undone(zoo.build(name, dtype), dtype)
 
 
@@ -202,7 +202,7 @@ def test_two_types_of_layers_stay_apart_where_their_frequencies_are_equal_at_fir
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_norm_after_the_rotation_is_refused(dtype: torch.dtype) -> None:
+def test_a_norm_after_the_rotary_embedding_is_refused(dtype: torch.dtype) -> None:
     model = zoo.build("hunyuan", dtype)
     with torch.no_grad():
         model.model.layers[1].self_attn.key_layernorm.weight[0] = 3
@@ -212,14 +212,14 @@ def test_a_norm_after_the_rotation_is_refused(dtype: torch.dtype) -> None:
         found[1]
 
 
-def test_rotated_last_channels_are_refused() -> None:
+def test_roped_last_channels_are_refused() -> None:
     if not EARLY:
         pytest.skip("the cache gets the latent")
     with pytest.raises(CannotUnrope, match="layer 0: the last 8 of the 24 channels"):
         rotaries(zoo.build("deepseek-v3"))[0]
 
 
-def test_a_rotation_that_the_model_does_not_show_is_refused() -> None:
+def test_a_rotary_embedding_that_the_model_does_not_show_is_refused() -> None:
     with pytest.raises(CannotUnrope, match=r"RoFormer.*layer 1: .*shows no rotary frequencies"):
         rotaries(zoo.build("roformer"))[1]
 
@@ -286,7 +286,7 @@ def test_the_probe_runs_under_inference_mode_autocast_and_hooks_of_ours() -> Non
 
 
 class Reader:
-    """A model and a cache that follows positions, and the keys that the model had before it rotated them."""
+    """A model and a cache that follows positions, and the keys that the model had before it roped them."""
 
     def __init__(self, model: hf.PreTrainedModel) -> None:
         self.model, self.watched = model, Watched(model)
@@ -309,7 +309,7 @@ class Reader:
             self.model(input_ids=ids, use_cache=True, **given, **{cache_name(self.model): self.cache})
 
     def assert_followed(self, crops: dict[int, int] | None = None, tolerance: float = 2e-5) -> None:
-        """What every row stores, turned back by its positions, is what the model had.
+        """What every row stores, unroped by its positions, is what the model had.
 
         ``crops[i]``: columns that were taken back after the i-th call.
         """
@@ -343,58 +343,33 @@ def ones(mask: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.cat([mask, mask.new_ones(len(mask), columns)], dim=1)
 
 
-@pytest.mark.parametrize("positions", [False, True], ids=["as-the-model-counts", "given"])
-def test_the_usual_case_needs_no_runs(llama: Reader, positions: bool) -> None:
-    ids = zoo.prompt(2, 50)
-    done = 0
-    for chunk in (40, 1, 1, 8):
-        new = slice(done, done + chunk)
-        llama.read(ids[:, new], None, torch.arange(50)[None, new] if positions else None)
-        done += chunk
-        assert llama.rows.runs is None
-    llama.assert_followed()
+def masks() -> dict[str, torch.Tensor]:
+    found = {"whole": torch.ones(3, 30, dtype=torch.int64), "left": left_padded(30)[1]}
+    found["holes"] = found["whole"].clone()
+    found["holes"][0, [0, 3, 4, 12, 20, 29]] = found["holes"][1, :22] = 0
+    return found
 
 
-def test_left_padding_with_positions_needs_no_runs(llama: Reader) -> None:
-    ids, mask = left_padded()
-    full = ones(mask, 3)
-    positions = zoo.positions(full)
-    llama.read(ids, mask, positions[:, :20])
-    for column in range(20, 23):
-        llama.read(ids[:, :1], full[:, : column + 1], positions[:, column : column + 1])
-    assert llama.rows.runs is None
-    llama.assert_followed()
-
-
-def test_left_padding_without_positions_begins_behind_it(llama: Reader) -> None:
-    ids, mask = left_padded()
-    llama.read(ids, mask)
-    for column in range(1, 4):
-        llama.read(ids[:, :1], ones(mask, column))
-    assert llama.rows.runs == ((Run(0, 10),), (Run(0, 5),), (Run(0, 0),))
-    llama.assert_followed()
-
-
-def test_padding_anywhere_without_positions(llama: Reader) -> None:
-    mask = torch.ones(3, 30, dtype=torch.int64)
-    mask[0, [0, 3, 4, 12, 20, 29]] = 0
-    mask[1, :22] = 0
-    ids, done = zoo.prompt(3, 30) * mask, 0
+@pytest.mark.parametrize(
+    "mask, given, runs",
+    [
+        ("whole", False, None),
+        ("whole", True, None),
+        ("left", True, None),
+        ("left", False, ((Run(0, 10),), (Run(0, 5),), (Run(0, 0),))),
+        ("holes", False, ((Run(0, 1), Run(2, 5), Run(9, 13), Run(16, 21)), (Run(0, 22),), (Run(0, 0),))),
+    ],
+)
+def test_a_run_begins_where_positions_do_not_go_on_by_one(llama: Reader, mask: str, given: bool, runs: Any) -> None:
+    """A call with positions counts text alone, one without them counts padding too."""
+    text, done = masks()[mask], 0
+    positions = torch.arange(30)[None] if mask == "whole" else zoo.positions(text)
     for chunk in (20, 1, 1, 8):
+        new = slice(done, done + chunk)
         done += chunk
-        llama.read(ids[:, done - chunk : done], mask[:, :done])
-    assert llama.rows.runs is not None
-    assert llama.rows.runs[1:] == ((Run(0, 22),), (Run(0, 0),))
-    assert [tuple(run)[:2] for run in llama.rows.runs[0]] == [(0, 1), (2, 5), (9, 13), (16, 21)]
-    llama.assert_followed()
-
-
-def test_generate_gives_positions(llama: Reader) -> None:
-    ids, mask = left_padded()
-    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    llama.model.generate(ids, attention_mask=mask, **options, **{cache_name(llama.model): llama.cache})
-    assert llama.rows.columns == 25
-    assert llama.rows.runs is None
+        options = None if mask == "whole" else text[:, :done], positions[:, new] if given else None
+        llama.read((zoo.prompt(3, 30) * text)[:, new], *options)
+    assert llama.rows.runs == runs
     llama.assert_followed()
 
 
@@ -413,40 +388,6 @@ def test_a_resumed_chat(llama: Reader) -> None:
     assert llama.rows.runs is not None
     assert [row[-1].position for row in llama.rows.runs] == [100] * 3
     llama.assert_followed()
-
-
-def test_crop(llama: Reader) -> None:
-    ids, mask = left_padded()
-    llama.read(ids, mask)
-    llama.read(ids[:, :4], ones(mask, 4), torch.arange(50, 54)[None])
-    runs = llama.rows.runs
-    assert runs is not None
-    assert runs[2] == (Run(0, 0), Run(20, 50))
-    llama.cache.crop(-2)
-    assert llama.rows.runs == runs
-    llama.read(ids[:, :1], ones(mask, 3), torch.tensor([[52]]))
-    assert llama.rows.runs == runs
-    llama.cache.crop(-3)
-    assert llama.rows.runs == ((Run(0, 10),), (Run(0, 5),), (Run(0, 0),))
-    llama.read(ids[:, :1], ones(mask, 1))
-    assert llama.rows.runs == ((Run(0, 10),), (Run(0, 5),), (Run(0, 0),))
-    llama.assert_followed({1: 2, 2: 3})
-
-
-def test_beams(llama: Reader) -> None:
-    ids, mask = left_padded()
-    llama.read(ids, mask)
-    llama.cache.batch_repeat_interleave(2)
-    assert llama.rows.runs == ((Run(0, 10),),) * 2 + ((Run(0, 5),),) * 2 + ((Run(0, 0),),) * 2
-    llama.cache.reorder_cache(torch.tensor([4, 1, 2, 2, 0, 5]))
-    assert llama.rows.runs == tuple((Run(0, first),) for first in (0, 10, 5, 5, 10, 0))
-    beams = dict(max_new_tokens=5, num_beams=3, do_sample=False)
-    llama.cache.reset()
-    assert llama.rows.runs is None
-    stock = zoo.build("llama").generate(ids, attention_mask=mask, **beams)
-    got = llama.model.generate(ids, attention_mask=mask, **beams, **{cache_name(llama.model): llama.cache})
-    assert torch.equal(got, stock)
-    assert llama.rows.runs is None
 
 
 def test_a_failed_call_is_taken_back(llama: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +448,7 @@ def test_positions_of_several_dimensions() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_longrope_turns_to_its_second_epoch_at_the_right_token(mode: Any) -> None:
+def test_longrope_begins_its_second_epoch_at_the_right_token(mode: Any) -> None:
     with mode():
         reader = Reader(scaled("longrope"))
         scaling = reader.model.model.rotary_emb.attention_scaling
@@ -586,7 +527,7 @@ def test_a_probe_after_a_long_text_begins_with_the_short_frequencies() -> None:
 
 
 def constant_keys(**changes: Any) -> hf.PreTrainedModel:
-    """A model whose keys are the same for every token until it rotates them: a key's bias is all there is."""
+    """A model whose keys are the same for every token until it ropes them: a key's bias is all there is."""
     model = zoo.build("qwen2", **changes)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -643,7 +584,7 @@ def mask_of(chunks: tuple[int, ...], padding: int) -> torch.Tensor | None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_constant_keys_take_no_bits_before_their_rotation(scenario: str, scaling: str) -> None:
+def test_constant_keys_take_no_bits_before_their_rotary_embedding(scenario: str, scaling: str) -> None:
     """Two bits hold them to the rounding of their scales, if and only if positions and frequencies are right."""
     chunks, padding = SCENARIOS[scenario]
     original = {"original_max_position_embeddings": 120} if scaling == "longrope" else {}
@@ -660,13 +601,16 @@ def test_constant_keys_take_no_bits_before_their_rotation(scenario: str, scaling
 def test_keys_are_right_whatever_becomes_of_the_frequencies(
     chunks: tuple[int, ...], padding: int, scaling: str
 ) -> None:
-    """Turned back and forth by the same angles, also in a text that grows long."""
+    """Unroped and roped by the same angles, also in a text that grows long."""
     model = scaled(scaling, max_position_embeddings=64 if scaling == "dynamic" else 512)
     caches = read_twice(model, "exact,pre-rope,residual=4,block=32", chunks, mask_of(chunks, padding))
     assert key_error(caches) < 1e-5
     for cache in caches:
-        cache.crop(-37)  # into a packed block
-        cache.batch_select_indices(torch.tensor([2, 0, 0, 1]))
+        cache.crop(-2)  # exact tokens
+        cache.crop(-35)  # into a packed block
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([4, 1, 2, 2, 0, 5]))
+        cache.batch_select_indices(torch.tensor([0, 1, 4, 2]))
     assert key_error(caches) < 1e-5
     ids, mask = zoo.prompt(4, 40, seed=3), mask_of(chunks, padding)
     if mask is not None:
@@ -722,7 +666,7 @@ def test_rows_follow_any_positions() -> None:
 # -- schemes that can do without ---------------------------------------------------------------------------------------
 
 
-def test_a_mean_is_taken_as_keys_come_where_their_rotation_is_not_known() -> None:
+def test_a_mean_is_taken_as_keys_come_where_their_rotary_embedding_is_not_known() -> None:
     """``centred`` says so and goes on; ``pre-rope`` refuses."""
     model = zoo.build("roformer")
     with pytest.warns(UserWarning, match=r"RoFormer.*their mean is taken as they come"):

@@ -27,11 +27,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize(("world", "run"), [(1, 1), (2, 1), (2, 16), (3, 2), (8, 5)])
 def test_every_block_has_one_owner_and_no_rank_has_a_run_more_than_another(world: int, run: int) -> None:
-    turns = [Shards(rank, world, run) for rank in range(world)]
+    shards = [Shards(rank, world, run) for rank in range(world)]
     for blocks in (0, 1, run, 2 * run + 1, 97, 200):
-        counts = [one.count(blocks) for one in turns]
+        counts = [one.count(blocks) for one in shards]
         assert sum(counts) == blocks and max(counts) - min(counts) <= run
-        for one, count in zip(turns, counts, strict=True):
+        for one, count in zip(shards, counts, strict=True):
             own = [n for n in range(blocks) if one.owner(n) == one.rank]
             assert own == one.number(torch.arange(count)).tolist() == [one.number(n) for n in range(count)]
             assert own == [n for piece in one.mine(0, blocks) for n in piece]
@@ -39,7 +39,7 @@ def test_every_block_has_one_owner_and_no_rank_has_a_run_more_than_another(world
             assert middle == [n for n in own if n >= blocks // 3]
 
 
-def test_impossible_turns_are_refused() -> None:
+def test_impossible_shards_are_refused() -> None:
     with pytest.raises(ValueError, match="rank=2 is not one of 2 ranks"):
         Shards(2, 2, 1)
     with pytest.raises(ValueError, match="run=0 is not a number of blocks"):
@@ -74,7 +74,7 @@ def test_where_nothing_is_seen_the_merge_is_zero() -> None:
 )
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("kernel", ["native", "triton", "reference"])
-def test_a_kernel_returns_the_log_of_its_sums(scheme: str, queries: int, kernel: str) -> None:
+def test_a_kernel_reshards_the_log_of_its_sums(scheme: str, queries: int, kernel: str) -> None:
     """Of packed and of exact tokens apart, and together they are the attention over all."""
     from kvbits.transform.rotary import Rotary
 

@@ -35,15 +35,19 @@ def built(name: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
 def prefilled(model: PreTrainedModel, scheme: str, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
     """A growing cache that has read all but the last token."""
     cache = kvbits.cache_for(model, scheme)
-    options = {} if mask is None else {"attention_mask": mask[:, :-1], "position_ids": places(mask)[:, :-1]}
+    options = {} if mask is None else {"attention_mask": mask[:, :-1], "position_ids": zoo.positions(mask)[:, :-1]}
     with torch.no_grad():
         model(input_ids=ids[:, :-1], **options, **{cache_name(model): cache})
     return cache
 
 
-def places(mask: torch.Tensor) -> torch.Tensor:
-    """Positions as ``generate`` counts them."""
-    return (mask.cumsum(-1) - 1).clamp(min=0)
+def twins(
+    tokens: int, name: str = "llama", scheme: str = "int4", capacity: int = 90, batch: int = 1
+) -> tuple[PreTrainedModel, torch.Tensor, Any, Any]:
+    """A model, a prompt, a growing cache that has read all but its last token, and what it is frozen to."""
+    model, ids = built(name), zoo.prompt(batch, tokens)
+    cache = prefilled(model, f"{scheme},{SMALL}", ids)
+    return model, ids, cache, kvbits.freeze(cache, capacity)
 
 
 def decode(
@@ -56,7 +60,9 @@ def decode(
     growing = isinstance(cache, kvbits.KVCache)
     with torch.no_grad():
         for _ in range(steps):
-            options = {} if mask is None else {"position_ids": places(mask)[:, -1:].clone(memory_format=CONTIGUOUS)}
+            options = {}
+            if mask is not None:
+                options["position_ids"] = zoo.positions(mask)[:, -1:].clone(memory_format=CONTIGUOUS)
             if mask is not None and growing:
                 options["attention_mask"] = mask
             found.append(forward(input_ids=token, **options, **{cache_name(model): cache}).logits[:, -1])

@@ -93,8 +93,8 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("SmolLM3Config", {**_LLAMA, "no_rope_layers": [1, 0]}),
     "mixtral": Family("MixtralConfig", {**_EXPERTS, "sliding_window": None}),
     "diffllama": Family("DiffLlamaConfig", _LLAMA, _DECODED),
-    "hunyuan": Family("HunYuanDenseV1Config", {**_LLAMA, "head_dim": 16}),  # norms its keys after it has rotated them
-    "nanochat": Family("NanoChatConfig", _LLAMA),  # rotates the other way round
+    "hunyuan": Family("HunYuanDenseV1Config", {**_LLAMA, "head_dim": 16}),  # norms its keys after it has roped them
+    "nanochat": Family("NanoChatConfig", _LLAMA),  # ropes by negative angles
     # sliding windows beside full attention, soft caps, attention sinks
     "gemma3": Family(
         "Gemma3TextConfig",
@@ -309,6 +309,11 @@ def build_any(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> 
             if parameter.ndim > 1:
                 parameter.mul_(4)
     return model.to(dtype)
+
+
+def stock_cache(model: hf.PreTrainedModel) -> hf.DynamicCache:
+    """The cache that the model would make for itself."""
+    return hf.DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def prompt(batch: int = 1, tokens: int = 40, seed: int = 1) -> torch.Tensor:

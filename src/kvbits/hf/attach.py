@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvbits.attend import native
 from kvbits.files import Calibration, load_calibration, refuse_uncalibrated
@@ -29,6 +29,7 @@ from kvbits.hf.layer import PackedLayer
 from kvbits.hf.names import CACHE_NAMES, cache_name
 from kvbits.hf.rotation.frequencies import CannotUnrope
 from kvbits.hf.rotation.rotary import Rotaries, forget, rotaries
+from kvbits.hf.stock import ATTENTION
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.hf.wrappers import PrepareInputs, Wrapper
 from kvbits.layer.cache import LayerCache
@@ -39,8 +40,6 @@ from kvbits.transform.rotary import Rotary
 from kvbits.types import Params
 
 _ATTRIBUTE = "_kvbits_attachment"
-_ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers of Transformers' own cache that kvbits can stand in for."""
 
 
 @dataclass
@@ -186,7 +185,7 @@ def storable(config: Any, layers: list[Any]) -> list[bool]:
     Keys and values of a picture (Mllama) are no columns of the text: those layers stay the model's own.
     """
     crossing = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-    return [type(layer) in _ATTENTION and index not in crossing for index, layer in enumerate(layers)]
+    return [type(layer) in ATTENTION and index not in crossing for index, layer in enumerate(layers)]
 
 
 def refuse_unless_served(model: Any) -> None:
@@ -208,7 +207,7 @@ def refuse_unless_served(model: Any) -> None:
     if not any(cache in inspect.signature(model.forward).parameters for cache in CACHE_NAMES):
         raise ValueError(f"{name} takes no cache of keys and values")
     layers = _stock_layers(model)
-    if not any(type(layer) in _ATTENTION for layer in layers):
+    if not any(type(layer) in ATTENTION for layer in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ValueError(
             f"{name} has no attention layer whose keys and values kvbits could store; its cache is made of {kinds}"

@@ -21,7 +21,31 @@ from kvbits.store.rows import Rows
 from kvbits.types import ByteCount
 
 
-class KVCache(Cache):
+class OfModel(Cache):
+    """A cache that knows its model, which is not kept alive.
+
+    Attributes:
+        model: the one that the cache was made for, or that took it while it was empty; None where that is gone.
+    """
+
+    def __init__(self, layers: list[Any], model: PreTrainedModel | None) -> None:
+        super().__init__(layers=layers)
+        self.hand_to(model)
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """See above."""
+        return self._model()
+
+    def hand_to(self, model: Any) -> None:
+        """An empty cache is another model's from now on."""
+        self._model = no_model if model is None else weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": no_model}  # a weak reference cannot be pickled
+
+
+class KVCache(OfModel):
     """The KV cache of one model under one scheme. Made by :func:`kvbits.cache_for`.
 
     Args:
@@ -38,24 +62,11 @@ class KVCache(Cache):
     layers: list[Any]
 
     def __init__(self, layers: list[Any], scheme: Scheme, columns: Columns, model: PreTrainedModel) -> None:
-        super().__init__(layers=layers)
-        self._model = weakref.ref(model)
+        super().__init__(layers, model)
         self.scheme = scheme
         self.columns = columns
         self._unused = {i: copy.deepcopy(x) for i, x in enumerate(layers) if not isinstance(x, PackedLayer)}
         self._forwards = Forwards()
-
-    @property
-    def model(self) -> PreTrainedModel | None:
-        """The model that the cache was made for, or that took it while it was empty; None where that is gone."""
-        return self._model()
-
-    def hand_to(self, model: Any) -> None:
-        """An empty cache is another model's from now on."""
-        self._model = weakref.ref(model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": no_model}  # a weak reference cannot be pickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         memo[id(self)] = twin = object.__new__(type(self))

@@ -52,9 +52,12 @@ class Columns:
 
     def fork(self) -> Columns:
         """The same for another cache."""
-        twin = Columns(self.rotaries, self.strict)
+        twin = self._empty()
         twin.rows, twin.ids = self.rows, TokenIds(*self.ids.pieces)
         return twin
+
+    def _empty(self) -> Columns:
+        return Columns(self.rotaries, self.strict)
 
     @property
     def waiting(self) -> bool:

@@ -16,13 +16,13 @@ import warnings
 from typing import Any, NoReturn
 
 import torch
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from kvbits.backends import why_triton_is_off
 from kvbits.codecs import Exact
-from kvbits.hf.cache import KVCache, no_model
+from kvbits.hf.cache import KVCache, OfModel
 from kvbits.hf.layer import PackedLayer
+from kvbits.hf.stock import ATTENTION
 from kvbits.layer.frozen import FrozenLayerCache, why_not
 from kvbits.layer.ring import RingLayer
 
@@ -143,7 +143,7 @@ def _refused(operation: str) -> Any:
     return refuse
 
 
-class StaticKVCache(Cache):
+class StaticKVCache(OfModel):
     """Made by :func:`freeze`.
 
     Attributes:
@@ -155,9 +155,8 @@ class StaticKVCache(Cache):
     layers: list[FrozenLayer]  # type: ignore[assignment]  # Transformers' may mix several types, and these do not
 
     def __init__(self, cache: KVCache, capacity: int) -> None:
-        super().__init__(layers=[*_frozen_layers(cache, capacity)])
+        super().__init__([*_frozen_layers(cache, capacity)], cache.model)
         self.scheme, self.capacity, self.tokens = cache.scheme, capacity, cache.tokens
-        self._model = cache._model
         self._forward_of: int | None = None
         self._text = cache.columns.rows.valid
         device = self.layers[0].core.keys.device
@@ -181,14 +180,6 @@ class StaticKVCache(Cache):
 
     def __copy__(self) -> StaticKVCache:
         return copy.deepcopy(self)  # two that share their buffers would step each other
-
-    @property
-    def model(self) -> PreTrainedModel | None:
-        """As :attr:`KVCache.model`."""
-        return self._model()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_model": no_model}  # a weak reference cannot be pickled
 
     def __repr__(self) -> str:
         return f"StaticKVCache({self.scheme}, {len(self.layers)} layers, {self.columns} of {self.capacity} tokens)"
@@ -368,7 +359,7 @@ def _frozen_layers(cache: KVCache, capacity: int) -> list[FrozenLayer]:
             if reasons := why_not(layer.core):
                 raise ValueError(f"{name} cannot be frozen: {', '.join(reasons)}")
             core = FrozenLayerCache(layer.core, capacity)
-        elif isinstance(layer, PackedLayer) or type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        elif isinstance(layer, PackedLayer) or type(layer) in ATTENTION:
             if "chunked" in kind:
                 raise ValueError(f"{name} cannot be frozen: it attends to chunks ({kind})")
             if layer.keys is None or layer.values is None:

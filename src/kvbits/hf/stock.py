@@ -8,6 +8,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers of keys and values that kvbits can stand in for."""
+
 
 def is_croppable(layer: Any) -> bool:
     """Whether a layer of the model's own type can be cropped to any length: it has no state, and no full window."""
@@ -18,7 +21,7 @@ def is_croppable(layer: Any) -> bool:
 
 def cropped(layer: DynamicLayer, columns: int) -> bool:
     """Take back what a layer of the model's own type got last, if it can."""
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    if type(layer) not in ATTENTION:
         return False
     try:
         layer.crop(-columns)

@@ -8,7 +8,6 @@ import torch
 
 from kvbits.hf.columns import Columns
 from kvbits.hf.rotation.rotary import Rotaries
-from kvbits.hf.tokens import TokenIds
 from kvbits.parallel.ranks import Ranks
 
 
@@ -72,8 +71,5 @@ class SharedColumns(Columns):
             self.rows.columns, *ids.shape, checksum, int(refused), device=self.device,
         )  # fmt: skip
 
-    def fork(self) -> Columns:
-        """The same for another cache."""
-        twin = SharedColumns(self.ranks, self.device, self.rotaries, self.strict)
-        twin.rows, twin.ids = self.rows, TokenIds(*self.ids.pieces)
-        return twin
+    def _empty(self) -> Columns:
+        return SharedColumns(self.ranks, self.device, self.rotaries, self.strict)

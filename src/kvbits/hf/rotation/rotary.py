@@ -40,11 +40,12 @@ class Rotaries:
 
     Attributes:
         layers: the same for all layers, with the error itself where there is one.
+        distinct: the embeddings, each of them once.
     """
 
     def __init__(self, layers: list[Rotary | CannotUnrope | None], matches: dict[Rotary, Match]) -> None:
         self.layers = tuple(layers)
-        self._rotaries = tuple(matches)
+        self.distinct = tuple(matches)
         self._watches = [_Watch(match) for match in matches.values()]
         self._epoch = 0
 
@@ -60,11 +61,6 @@ class Rotaries:
     def __deepcopy__(self, memo: dict[int, Any]) -> Rotaries:
         return self  # a copied cache is of the same model, and its epochs are those of the same Rotary objects
 
-    @property
-    def distinct(self) -> tuple[Rotary, ...]:
-        """The embeddings, each of them once."""
-        return self._rotaries
-
     def adopt(self, epochs: Sequence[torch.Tensor]) -> list[int]:
         """The numbers that epochs have here which another process numbered 0, 1, 2, ...; new ones are added.
 
@@ -74,17 +70,17 @@ class Rotaries:
         Raises:
             ValueError: if they are of other embeddings.
         """
-        shapes = [(len(epochs[0]), *rotary.epochs[0].shape) for rotary in self._rotaries] if epochs else []
-        if len(epochs) != len(self._rotaries) or [tuple(x.shape) for x in epochs] != shapes:
+        shapes = [(len(epochs[0]), *rotary.epochs[0].shape) for rotary in self.distinct] if epochs else []
+        if len(epochs) != len(self.distinct) or [tuple(x.shape) for x in epochs] != shapes:
             raise ValueError("the model has other rotary embeddings than those that the keys were roped by")
         if not epochs:
             return [0]
         numbers = []
         for epoch in zip(*epochs, strict=True):
-            known = zip(*(rotary.epochs for rotary in self._rotaries), strict=True)
+            known = zip(*(rotary.epochs for rotary in self.distinct), strict=True)
             same = [all(map(torch.equal, here, epoch)) for here in known]
             if True not in same:
-                for rotary, frequencies in zip(self._rotaries, epoch, strict=True):
+                for rotary, frequencies in zip(self.distinct, epoch, strict=True):
                     rotary.epochs.append(frequencies.clone())
             numbers.append(same.index(True) if True in same else len(same))
         return numbers
@@ -106,7 +102,7 @@ class Rotaries:
 
     def _nearest(self, last: int, columns: int, added: int) -> int:
         """An epoch, new if need be, whose angles are close enough to those of the frequencies as they are now."""
-        known = [torch.stack(rotary.epochs) for rotary in self._rotaries]
+        known = [torch.stack(rotary.epochs) for rotary in self.distinct]
         now = [watch.frequencies for watch in self._watches]
         off = torch.stack([(a - b).abs().amax(-1) for a, b in zip(known, now, strict=True)]).amax(0) * columns
         if off[last] <= _SLACK:
@@ -118,7 +114,7 @@ class Rotaries:
         best = int(off.argmin())
         if off[best] <= _SLACK:
             return best
-        for rotary, frequencies in zip(self._rotaries, now, strict=True):
+        for rotary, frequencies in zip(self.distinct, now, strict=True):
             rotary.epochs.append(frequencies)  # in all of them: an epoch has the same number everywhere
         return len(known[0])
 
