@@ -870,13 +870,13 @@ def test_the_peak_of_a_prompt_is_near_what_torch_allocates(
     dtype = random.Random(name + scheme).choice([torch.bfloat16, torch.float32])
     wide = LATENT if name == "deepseek-v3" else WIDE
     model = zoo.build(name, dtype, max_position_embeddings=2048, **wide)
-    setting = Setting(shape_of_config(model.config, name, dtype), sum(calls), chunk=calls[0], batch=batch)
+    setting = Setting(shape_of_config(model.config, name, dtype), sum(calls), chunk=calls[0], batch=batch, cpu=True)
     foretold = fit.needs(setting, Scheme.parse(scheme))[0].peak
     most = 1.5 * foretold if name == "deepseek-v3" else foretold
     assert foretold / 1.5 <= measured_peak(model, scheme, batch, calls) <= most
 
 
-def test_the_formula_of_the_peak() -> None:
+def test_the_formula_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, bytes_of = shape_of("llama-2-7b"), peak.activation_bytes
     head = 32000 * (2 + 4)
     assert bytes_of(shape, 1000, 1000) == 1000 * (4 * 4096 + 2 * 128 + 4 * 11008) * 2 + head
@@ -892,6 +892,12 @@ def test_the_formula_of_the_peak() -> None:
     made = 2 * (1000 * 128 * 192 + 9000 * 128 * (192 + 128)) * 2
     assert bytes_of(latents, 1000, 9000) == always + made + 1000 * 9000 + head
     assert bytes_of(of_numbers(2, 2, 64), 1000, 1000) == bytes_of(shape, 0, 0) == 0
+    exact = {"packs": False, "cpu": True}  # a CPU whose matrix unit wants keys and values in tiles, over exact history
+    for tiles in (False, True):
+        monkeypatch.setattr(peak, "has_tiles", lambda dtype, tiles=tiles: tiles)
+        more = 2 * 4096 * 90_000 * 2 if tiles else 0
+        assert bytes_of(shape, 1000, 90_000, **exact) == bytes_of(shape, 1000, 90_000, packs=False) + more
+        assert bytes_of(shape, 1000, 90_000, cpu=True) == bytes_of(shape, 1000, 90_000)
 
 
 def test_chunks_lower_the_peak() -> None:
