@@ -24,7 +24,7 @@ from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
 from kvbits.serve.errors import Refused
 from kvbits.serve.fields import CHAT, COMPLETION, check
-from kvbits.serve.line import Line
+from kvbits.serve.queue import RequestQueue
 from kvbits.serve.stops import Stops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,11 +163,11 @@ def test_every_field_of_the_schema_is_known() -> None:
     assert set(TextParams.__annotations__) <= set(COMPLETION)
 
 
-# -- the line ----------------------------------------------------------------------------------------------------------
+# -- the queue ---------------------------------------------------------------------------------------------------------
 
 
 class Recorded:
-    """A turn that notes its number, once it may."""
+    """A request that notes its number, once it may."""
 
     def __init__(self, number: int, done: list[int], gate: threading.Event) -> None:
         self.number, self.done, self.gate = number, done, gate
@@ -176,42 +176,42 @@ class Recorded:
         self.gate.wait(10)
         self.done.append(self.number)
         if self.number == 1:
-            raise RuntimeError("the line goes on")
+            raise RuntimeError("the engine goes on")
 
     def refuse(self, why: Refused) -> None:
         self.done.append(-self.number)
 
 
-def test_the_line_is_first_come_first_served_and_bounded() -> None:
-    line, done, gate = Line(3), list[int](), threading.Event()
-    turns = [Recorded(number, done, gate) for number in range(5)]
-    line.enter(turns[0])
-    while not line.running:
+def test_the_queue_is_first_come_first_served_and_bounded() -> None:
+    queue, done, gate = RequestQueue(3), list[int](), threading.Event()
+    requests = [Recorded(number, done, gate) for number in range(5)]
+    queue.enter(requests[0])
+    while not queue.running:
         time.sleep(0.001)
-    for turn in turns[1:4]:
-        line.enter(turn)
-    assert len(line) == 3
+    for request in requests[1:4]:
+        queue.enter(request)
+    assert len(queue) == 3
     with pytest.raises(Refused, match="3 requests are waiting") as refused:
-        line.enter(turns[4])
+        queue.enter(requests[4])
     assert refused.value.status == 503 and int(refused.value.headers["Retry-After"]) >= 1
-    line.leave(turns[2])
-    line.leave(turns[4])
-    line.enter(turns[4])
+    queue.leave(requests[2])
+    queue.leave(requests[4])
+    queue.enter(requests[4])
     gate.set()
     while len(done) < 4:
         time.sleep(0.001)
     assert done == [0, 1, 3, 4]
     gate.clear()
-    line.enter(turns[2])
-    while line.running is None:
+    queue.enter(requests[2])
+    while queue.running is None:
         time.sleep(0.001)
-    line.enter(turns[3])
-    line.stop()
+    queue.enter(requests[3])
+    queue.stop()
     gate.set()
-    line.join(10)
+    queue.join(10)
     assert done[4:] == [-3, -2, 2]
     with pytest.raises(Refused, match="shutting down"):
-        line.enter(turns[0])
+        queue.enter(requests[0])
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

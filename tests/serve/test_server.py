@@ -397,7 +397,7 @@ def test_more_than_may_wait_are_told_to_come_back(slow: served.Local) -> None:
     slow.wait_for("kvbits_running", 0)
 
 
-def test_those_who_leave_the_line_make_room(slow: served.Local) -> None:
+def test_those_who_leave_the_queue_make_room(slow: served.Local) -> None:
     client = slow.client()
     with chat(client, max_tokens=2000, stream=True):
         slow.wait_for("kvbits_running", 1)
