@@ -101,6 +101,6 @@ class RequestQueue:
             try:
                 request.run()
             except Exception:  # such as that the event loop is closed
-                log.exception("a client could not be told how its request ended")
+                log.exception("an answer could not be brought to its end")
             self._seconds += 0.2 * (time.perf_counter() - start - self._seconds)
             del request  # with its prompt, before the next one comes
