@@ -77,12 +77,7 @@ def test_tables_fit_a_terminal() -> None:
     assert code == 0 and "\N{HORIZONTAL ELLIPSIS}" not in text
     boxed = [line for line in text.splitlines() if line[:1] in "│┃"]
     assert boxed and max(map(len, boxed)) <= 100
-    for part in (
-        "65,536 tokens, 1 row",
-        "5 devices (pipeline) of 80.00 GiB",
-        "recommended: default",
-        "longest context",
-    ):
+    for part in ("65,536 tokens, 1 row", "5 devices (pipeline) of 80.00 GiB", "recommended: default", "longest"):
         assert part in text
 
 
@@ -212,11 +207,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_and_its_config_are_the_model(folder: Path) -> None:
     model = zoo.build("gemma3", torch.bfloat16)
     shape = shape_of(str(folder))
-    assert (
-        shape.layers
-        == shape_of(str(folder / "config.json")).layers
-        == shape_of_config(model.config, dtype=torch.bfloat16).layers
-    )
+    assert shape.layers == shape_of(str(folder / "config.json")).layers
+    assert shape.layers == shape_of_config(model.config, dtype=torch.bfloat16).layers
     assert shape.dtype == torch.bfloat16
     own = planned(str(folder), "--weights", "file")["setting"]["weights_bytes"]
     assert own == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -258,17 +250,8 @@ COMMON = dict(block_count=6, context_length=4096, embedding_length=64, feed_forw
 
 def kinds(path: Path) -> list[Any]:
     """Of each layer the KV heads, key and value channels and window, or the bytes of its states."""
-    return [
-        layer.row_bytes
-        if layer.attention is None
-        else (
-            layer.attention.heads,
-            layer.attention.key_channels,
-            layer.attention.value_channels,
-            layer.attention.window,
-        )
-        for layer in shape_of_gguf(path).layers
-    ]
+    found = [(layer.attention, layer.row_bytes) for layer in shape_of_gguf(path).layers]
+    return [(x and (x.heads, x.key_channels, x.value_channels, x.window)) or row_bytes for x, row_bytes in found]
 
 
 def test_shapes_from_gguf_files(tmp_path: Path) -> None:
@@ -389,13 +372,8 @@ def test_numbers_of_parameters() -> None:
 
 
 def test_numbers_of_tokens() -> None:
-    assert [tokens_of(text) for text in ("512", "64k", "64K", "1m", " 10000000 ")] == [
-        512,
-        65_536,
-        65_536,
-        2**20,
-        10**7,
-    ]
+    for text, number in {"512": 512, "64k": 65_536, "64K": 65_536, "1m": 2**20, " 10000000 ": 10**7}.items():
+        assert tokens_of(text) == number
     for text in ("0", "-1", "1e30", "k", "", "1.5k", "10g", "9" * 5000):
         with pytest.raises(ValueError, match="is not a number of tokens"):
             tokens_of(text)
@@ -406,14 +384,10 @@ def test_gpus_by_name() -> None:
     assert gpu_bytes("4090") == gpu_bytes("RTX_4090") == gpu_bytes("GeForce RTX 4090") == GPU_MIB["rtx-4090"] * MIB
     assert gpu_bytes("M4 Max 64GB") == 48 * 2**30 and gpu_bytes("m1-16gb") == 16 * 2**30 * 2 // 3
     assert gpu_bytes("cpu") == machine_bytes() > 2**28
-    for name, near in (
-        ("m4", "such as m4-32gb"),
-        ("m2 Max", "m2-max-32gb"),
-        ("m4-0gb", "unknown GPU"),
-        ("a100", "a100-40gb or a100-80gb"),
-        ("h1000", "near: h100"),
-        ("abacus", "known: t4"),
-    ):
+    for name, near in {
+        "m4": "such as m4-32gb", "m2 Max": "m2-max-32gb", "m4-0gb": "unknown GPU", "a100": "a100-40gb or a100-80gb",
+        "h1000": "near: h100", "abacus": "known: t4",
+    }.items():  # fmt: skip
         with pytest.raises(ValueError, match=near):
             gpu_bytes(name)
 
@@ -467,34 +441,26 @@ def test_what_a_user_gets_wrong_is_one_clear_line(arguments: list[str], expected
     assert expected in errors and "Traceback" not in errors and errors.startswith("error: ")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("config.json", "{", "is no config.json"),
-        ("config.json", "[1]", "is no config.json: it holds no fields"),
-        ("config.json", '{"model_type": "lama"}', "knows no model_type 'lama'; near: llama"),
-        ("config.json", '{"hidden_size": 8}', "knows no model_type 'None'"),
-        ("config.json", '{"model_type": "vit"}', "generates no text"),
-        ("config.json", '{"model_type": "llama", "num_hidden_layers": 1000000000}', "layers are no model's"),
-        ("config.json", '{"model_type": "llama", "hidden_size": -8}', "-8"),
-        ("config.json", "[" * 100_000, "is no config.json: maximum recursion depth"),
-        (
-            "config.json",
-            '{"model_type": "llama", "dtype": "float8_e4m3fn"}',
-            "float8_e4m3fn are not planned; give --dtype",
-        ),
-        (
-            "config.json",
-            '{"model_type": "llama", "quantization_config": {"bits": "four"}}',
-            "of 'four' bits is no model's",
-        ),
-        ("config.json", '{"model_type": "llama", "quantization_config": {"bits": -4}}', "of -4 bits is no model's"),
-        ("config.json", '{"model_type": "llama", "num_hidden_layers": -1}', "-1"),
-        ("model.gguf", "GGUF", "is no GGUF file, or damaged"),
-        ("model.gguf", "text", "is no GGUF file, or damaged"),
-        ("model.bin", "text", "model.bin is no config.json"),
-    ],
-)
+DAMAGED = [
+    ("config.json", "{", "is no config.json"),
+    ("config.json", "[1]", "is no config.json: it holds no fields"),
+    ("config.json", '{"model_type": "lama"}', "knows no model_type 'lama'; near: llama"),
+    ("config.json", '{"hidden_size": 8}', "knows no model_type 'None'"),
+    ("config.json", '{"model_type": "vit"}', "generates no text"),
+    ("config.json", '{"model_type": "llama", "num_hidden_layers": 1000000000}', "layers are no model's"),
+    ("config.json", '{"model_type": "llama", "hidden_size": -8}', "-8"),
+    ("config.json", "[" * 100_000, "is no config.json: maximum recursion depth"),
+    ("config.json", '{"model_type": "llama", "dtype": "float8_e4m3fn"}', "float8_e4m3fn are not planned; give --dtype"),
+    ("config.json", '{"model_type": "llama", "quantization_config": {"bits": "four"}}', "of 'four' bits is no model's"),
+    ("config.json", '{"model_type": "llama", "quantization_config": {"bits": -4}}', "of -4 bits is no model's"),
+    ("config.json", '{"model_type": "llama", "num_hidden_layers": -1}', "-1"),
+    ("model.gguf", "GGUF", "is no GGUF file, or damaged"),
+    ("model.gguf", "text", "is no GGUF file, or damaged"),
+    ("model.bin", "text", "model.bin is no config.json"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "expected"), DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_model_is_one_clear_line(name: str, content: str, expected: str, tmp_path: Path) -> None:
     if name.endswith("gguf"):
         pytest.importorskip("gguf", reason="reads the file")

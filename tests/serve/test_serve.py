@@ -24,7 +24,9 @@ from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
 from kvbits.serve.errors import Refused
 from kvbits.serve.fields import CHAT, COMPLETION, check
-from kvbits.serve.line import Line
+from kvbits.serve.pool import Pool
+from kvbits.serve.queue import RequestQueue
+from kvbits.serve.sizes import Sizes
 from kvbits.serve.stops import Stops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,11 +165,11 @@ def test_every_field_of_the_schema_is_known() -> None:
     assert set(TextParams.__annotations__) <= set(COMPLETION)
 
 
-# -- the line ----------------------------------------------------------------------------------------------------------
+# -- the queue ---------------------------------------------------------------------------------------------------------
 
 
 class Recorded:
-    """A turn that notes its number, once it may."""
+    """A request that notes its number, once it may."""
 
     def __init__(self, number: int, done: list[int], gate: threading.Event) -> None:
         self.number, self.done, self.gate = number, done, gate
@@ -176,42 +178,42 @@ class Recorded:
         self.gate.wait(10)
         self.done.append(self.number)
         if self.number == 1:
-            raise RuntimeError("the line goes on")
+            raise RuntimeError("the engine goes on")
 
     def refuse(self, why: Refused) -> None:
         self.done.append(-self.number)
 
 
-def test_the_line_is_first_come_first_served_and_bounded() -> None:
-    line, done, gate = Line(3), list[int](), threading.Event()
-    turns = [Recorded(number, done, gate) for number in range(5)]
-    line.enter(turns[0])
-    while not line.running:
+def test_the_queue_is_first_come_first_served_and_bounded() -> None:
+    queue, done, gate = RequestQueue(3), list[int](), threading.Event()
+    requests = [Recorded(number, done, gate) for number in range(5)]
+    queue.enter(requests[0])
+    while not queue.running:
         time.sleep(0.001)
-    for turn in turns[1:4]:
-        line.enter(turn)
-    assert len(line) == 3
+    for request in requests[1:4]:
+        queue.enter(request)
+    assert len(queue) == 3
     with pytest.raises(Refused, match="3 requests are waiting") as refused:
-        line.enter(turns[4])
+        queue.enter(requests[4])
     assert refused.value.status == 503 and int(refused.value.headers["Retry-After"]) >= 1
-    line.leave(turns[2])
-    line.leave(turns[4])
-    line.enter(turns[4])
+    queue.leave(requests[2])
+    queue.leave(requests[4])
+    queue.enter(requests[4])
     gate.set()
     while len(done) < 4:
         time.sleep(0.001)
     assert done == [0, 1, 3, 4]
     gate.clear()
-    line.enter(turns[2])
-    while line.running is None:
+    queue.enter(requests[2])
+    while queue.running is None:
         time.sleep(0.001)
-    line.enter(turns[3])
-    line.stop()
+    queue.enter(requests[3])
+    queue.stop()
     gate.set()
-    line.join(10)
+    queue.join(10)
     assert done[4:] == [-3, -2, 2]
     with pytest.raises(Refused, match="shutting down"):
-        line.enter(turns[0])
+        queue.enter(requests[0])
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -221,8 +223,6 @@ SCHEMES = ("default", "exact", "fp8-static", "lm2,centred,residual=16,block=32,s
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-next"])
 def test_no_cache_outgrows_its_bound_and_the_bound_is_near(family: str) -> None:
-    from kvbits.serve.sizes import Sizes
-
     model, text = zoo.build(family), zoo.prompt(1, 400)
     for scheme in SCHEMES:
         empty = kvbits.cache_for(model, scheme)
@@ -277,8 +277,6 @@ def filled(model: Any, pool: Any, ids: torch.Tensor, prompt_tokens: int | None =
 
 
 def test_the_longest_unused_goes_first_and_is_freed_at_once(model: Any) -> None:
-    from kvbits.serve.pool import Pool
-
     pool = Pool(lambda: kvbits.cache_for(model, "exact"), Flat(), 250 * TOKEN_BYTES)
     a, b, c = (zoo.prompt(1, 100, seed)[0] for seed in (1, 2, 3))
     gc.disable()
@@ -295,9 +293,6 @@ def test_the_longest_unused_goes_first_and_is_freed_at_once(model: Any) -> None:
 
 
 def test_a_shared_beginning_is_shared_and_a_conversation_goes_on_in_place(model: Any) -> None:
-    from kvbits.serve.pool import Pool
-    from kvbits.serve.sizes import Sizes
-
     sizes = Sizes(model, kvbits.cache_for(model, SCHEME))
     pool = Pool(lambda: kvbits.cache_for(model, SCHEME), sizes, 10**6)
     first, other = zoo.prompt(1, 300, 1)[0], zoo.prompt(1, 300, 2)[0]
@@ -325,9 +320,6 @@ PACKING = "int4,residual=0,block=32,sinks=0"
 
 def branching(model: Any, room: int, shared: int, own: int, branches: int) -> tuple[Any, torch.Tensor]:
     """A pool with room for so many tokens alone, and branches of ``own`` tokens each behind a shared beginning."""
-    from kvbits.serve.pool import Pool
-    from kvbits.serve.sizes import Sizes
-
     sizes = Sizes(model, kvbits.cache_for(model, PACKING))
     pool = Pool(lambda: kvbits.cache_for(model, PACKING), sizes, sizes.at(room))
     start = zoo.prompt(1, shared, 1)[0]
@@ -448,24 +440,18 @@ def test_an_aborted_prompt_leaves_the_pool_sound(model: Any) -> None:
 
 
 def test_windows_go_on_but_never_back() -> None:
-    """Layers of the model's own type that left something behind are reused as a whole."""
-    windowed = zoo.build("gemma3")
-    engine, said = make_engine(windowed), zoo.prompt(1, 90)[0]
-    new, _ = answer(engine, said[:60], 10)
-    longer = torch.cat([said[:60], torch.tensor(new), said[60:80]])
-    assert answer(engine, longer, 5)[1] == 69  # all but the last token of the answer, which was never read
-    assert answer(engine, said[:60], 10) == (new, 0)
-
-
-def test_a_cache_that_cannot_be_taken_back_is_dropped() -> None:
-    """Aborted in the second layer, when the first has left behind what its window no longer sees."""
+    """Layers of the model's own type that dropped something are reused as a whole, or not at all."""
     from kvbits.serve.engine import Aborted
 
     windowed, said = zoo.build("gemma3"), zoo.prompt(1, 90)[0]
     engine = make_engine(windowed)
     new, _ = answer(engine, said[:60], 10)
     longer = torch.cat([said[:60], torch.tensor(new), said[60:80]])
-    calls = iter([False, True])
+    assert answer(engine, longer, 5)[1] == 69  # all but the last token of the answer, which was never read
+    assert answer(engine, said[:60], 10) == (new, 0)
+    # Aborted in the second layer, when the first has dropped what its window no longer sees: the cache goes.
+    engine, calls = make_engine(windowed), iter([False, True])
+    answer(engine, said[:60], 10)
     with pytest.raises(Aborted):
         engine.run(job(longer, 10, aborted=lambda: next(calls)))
     assert not engine.pool.kept and engine.pool.nbytes == 0
@@ -495,20 +481,15 @@ def test_caches_outlive_the_process_in_a_folder(model: Any, tmp_path: Path) -> N
         assert answer(second, longer, 8) == (answer(alone, longer, 8)[0], 169)  # from memory now
 
 
-def test_a_folder_that_takes_nothing_stops_no_answer(
+def test_a_folder_that_takes_nothing_or_cannot_be_read_stops_no_answer(
     model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = kvbits.PrefixStore(tmp_path, 1000, model, SCHEME)  # too little for any
+    folder = kvbits.PrefixStore(tmp_path / "small", 1000, model, SCHEME)  # too little for any
     engine = make_engine(model, budget=make_engine(model).sizes.at(250), folder=folder)
     for seed in range(3):
         answer(engine, zoo.prompt(1, 200, seed)[0], 5)
     assert engine.pool.evicted == 2 and caplog.text.count("is not kept: this cache takes") == 2
     engine.pool.save()
-
-
-def test_a_folder_that_cannot_be_read_stops_no_answer(
-    model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
     engine = make_engine(model, folder=kvbits.PrefixStore(tmp_path / "x", 10**8, model, SCHEME))
     (tmp_path / "x").rmdir()
     (tmp_path / "x").write_text("a file")

@@ -121,7 +121,7 @@ def in_thread(
 
     shared = serving(engine, words, "tiny", queue, 32)
     bound = bind("127.0.0.1", 0)
-    server = Server(application(shared, key, body_bytes), shared.line, grace, "error")
+    server = Server(application(shared, key, body_bytes), shared.queue, grace, "error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

@@ -18,7 +18,6 @@ from kvbits.cli.common import attempt, fail, out, tokens_of, working
 from kvbits.schemes.grammar import split_schemes
 
 if TYPE_CHECKING:
-    from kvbits.plan.fit import Need
     from kvbits.plan.plan import Plan, Row
     from kvbits.plan.setting import Setting
     from kvbits.plan.shapes import Shape
@@ -81,19 +80,38 @@ def plan(
     Says how long a context and how large a batch fit into a memory. Real bytes are those of a live cache after the same
     calls: a prompt in one piece, or in chunks, and then single steps. Beside them stands the papers' own arithmetic.
     """
-    for option, file in (("--csv", csv_file), ("--picture", picture), ("--page", page)):
-        if file is None:
-            continue
-        if str(file) == "-" and (as_json or option != "--csv"):
-            fail(f"{option} - is not possible{' beside --json' if option == '--csv' else ''}; give a file")
-        if str(file) != "-" and not file.absolute().parent.is_dir():
-            fail(f"{file}: there is no folder {file.parent}")
+    _refuse_files({"--csv": csv_file, "--picture": picture, "--page": page}, as_json)
+    from kvbits.plan.devices import bytes_of, gpu_bytes
+    from kvbits.plan.paper import Named
     from kvbits.plan.plan import plan as make
+    from kvbits.plan.setting import Setting
 
-    setting = attempt(
-        _setting, model, (layers, kv_heads, head_dim, value_dim), parameters, context, new_tokens, chunk, source,
-        batch, schemes, gpu, memory, reserve, devices, split, weights, dtype, sliding, logits,
-    )  # fmt: skip
+    def made() -> Setting:
+        # Unknown schemes are refused before a model is looked at.
+        pre_rope = any(Named.parse(name).scheme.pre_rope for name in split_schemes(schemes or _SCHEMES))
+        if gpu is not None and memory is not None:
+            raise ValueError("give --gpu or --memory, not both")
+        limit = bytes_of(memory) if memory is not None else None if gpu is None else gpu_bytes(gpu)
+        tokens = tokens_of(context)
+        shape = _shape(model, (layers, kv_heads, head_dim, value_dim), parameters, dtype, pre_rope)
+        return Setting(
+            shape=shape,
+            context=tokens,
+            steps=0 if new_tokens is None else tokens_of(new_tokens),
+            chunk=None if chunk is None else tokens_of(chunk),
+            batch=batch,
+            source_tokens=tokens_of(source) if source is not None else tokens if shape.encodes else 0,
+            sliding=sliding,
+            memory_bytes=limit,
+            reserve_bytes=0 if reserve is None else bytes_of(reserve, least=0),
+            devices=devices,
+            split=split,
+            weights=weights,
+            logits=logits,
+            cpu=(gpu or "").strip().lower() == "cpu",
+        )
+
+    setting = attempt(made)
     quality = None
     if results is not None:
         from kvbits.plan.quality import load
@@ -117,51 +135,15 @@ def plan(
         _print(found)
 
 
-def _setting(
-    model: str | None,
-    numbers: tuple[int | None, int | None, int | None, int | None],
-    parameters: str | None,
-    context: str,
-    new_tokens: str | None,
-    chunk: str | None,
-    source: str | None,
-    batch: int,
-    schemes: str | None,
-    gpu: str | None,
-    memory: str | None,
-    reserve: str | None,
-    devices: int,
-    split: str,
-    weights: str,
-    dtype: str,
-    sliding: bool,
-    logits: str,
-) -> Setting:
-    from kvbits.plan.devices import bytes_of, gpu_bytes
-    from kvbits.plan.paper import Named
-    from kvbits.plan.setting import Setting
-
-    # Unknown schemes are refused before a model is looked at.
-    turned = any(Named.parse(name).scheme.pre_rope for name in split_schemes(schemes or _SCHEMES))
-    if gpu is not None and memory is not None:
-        raise ValueError("give --gpu or --memory, not both")
-    limit = bytes_of(memory) if memory is not None else None if gpu is None else gpu_bytes(gpu)
-    tokens, shape = tokens_of(context), _shape(model, numbers, parameters, dtype, turned)
-    return Setting(
-        shape=shape,
-        context=tokens,
-        steps=0 if new_tokens is None else tokens_of(new_tokens),
-        chunk=None if chunk is None else tokens_of(chunk),
-        batch=batch,
-        source_tokens=tokens_of(source) if source is not None else tokens if shape.encodes else 0,
-        sliding=sliding,
-        memory_bytes=limit,
-        reserve_bytes=0 if reserve is None else bytes_of(reserve, least=0),
-        devices=devices,
-        split=split,
-        weights=weights,
-        logits=logits,
-    )
+def _refuse_files(files: dict[str, Path | None], as_json: bool) -> None:
+    """End with a message for files that cannot be written, by their options."""
+    for option, file in files.items():
+        if file is None:
+            continue
+        if str(file) == "-" and (as_json or option != "--csv"):
+            fail(f"{option} - is not possible{' beside --json' if option == '--csv' else ''}; give a file")
+        if str(file) != "-" and not file.absolute().parent.is_dir():
+            fail(f"{file}: there is no folder {file.parent}")
 
 
 def _shape(
@@ -169,7 +151,7 @@ def _shape(
     numbers: tuple[int | None, int | None, int | None, int | None],
     parameters: str | None,
     dtype: str,
-    turned: bool,
+    pre_rope: bool,
 ) -> Shape:
     from kvbits.plan.devices import count_of
     from kvbits.plan.names import shape_of
@@ -184,7 +166,7 @@ def _shape(
         if any(given):
             raise ValueError("give a model, or --layers, --kv-heads and --head-dim, not both")
         with working(f"reading the sizes of {model}"):
-            return shape_of(model, kind, turned)
+            return shape_of(model, kind, pre_rope)
     if layers is None or kv_heads is None or head_dim is None:
         raise ValueError("name a model, such as llama-3.1-8b, or give all of --layers 32 --kv-heads 8 --head-dim 128")
     count = None if parameters is None else count_of(parameters)
@@ -239,7 +221,7 @@ def _memory_table(found: Plan) -> Table:
     columns = ["weights", "cache", "peak", "in all", *(["longest context", "largest batch"] if limited else [])]
     table = _table(title, "scheme", *columns)
     for row in found.rows:
-        fullest = max(row.needs, key=_total)
+        fullest = max(row.needs, key=lambda need: need.total)
         cells = [_gib(x) for x in (fullest.weights, fullest.cache.count.total, fullest.peak, fullest.total)]
         cells += [_count(row.max_context), _count(row.max_batch)] if limited else []
         table.add_row(escape(row.named.name), *cells)
@@ -283,10 +265,6 @@ def _title(setting: Setting) -> str:
     return "\n".join(parts)
 
 
-def _total(need: Need) -> int:
-    return need.total
-
-
 def _count(number: int | None) -> str:
     return "no limit" if number is None else f"{number:,}" if number else "none"
 
@@ -314,7 +292,7 @@ def _write_csv(found: Plan, path: Path) -> None:
 
 
 def _csv_row(setting: Setting, row: Row) -> dict[str, Any]:
-    fullest = max(row.needs, key=_total)
+    fullest = max(row.needs, key=lambda need: need.total)
     data = row.to_json()
     plain = {name: value for name, value in data.items() if not isinstance(value, (dict, list))}
     plain.pop("quality", None)

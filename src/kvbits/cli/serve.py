@@ -84,7 +84,7 @@ def serve(
         highlight=False,
         soft_wrap=True,
     )
-    server.Server(app.application(shared, api_key, body), shared.line, grace).run(sockets=[bound])
+    server.Server(app.application(shared, api_key, body), shared.queue, grace).run(sockets=[bound])
 
 
 def _bytes(option: str, text: str) -> int:

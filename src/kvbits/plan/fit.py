@@ -99,7 +99,9 @@ def _need(
     if shape.widths is not None:
         piece = max([source, *(tokens for tokens, _ in history.runs)])
         packs = any(one is not None and (one.packs or shards.world > 1) for one in own)
-        extra = peak.activation_bytes(shape, share.tokens(piece), share.tokens(context), batch, packs, setting.logits)
+        extra = peak.activation_bytes(
+            shape, share.tokens(piece), share.tokens(context), batch, packs, setting.logits, setting.cpu
+        )
         extra += peak.exchange_bytes(shape, piece, batch) if shards.world > 1 else 0
         pairs = set(zip(shape.layers, own, strict=True))
         each = (memory.of_layer(*pair, history, batch, calibrated, source, shards).count.total for pair in pairs)

@@ -183,13 +183,13 @@ def packed(
     for tokens, calls in history.runs:
         filled.run(tokens, calls)
     nbytes = filled.room_of_layer.nbytes(attention.token_bytes, attention.heads * record.nbytes)
-    exact, sinks = filled.held, min(filled.held, filled.limits.sinks)
+    exact, sinks = filled.exact, min(filled.exact, filled.limits.sinks)
     count = record.count(filled.used * attention.heads, int(nbytes) - batch * exact * attention.token_bytes)
     count["sinks"] = batch * sinks * attention.token_bytes
     count["residual"] = batch * (exact - sinks) * attention.token_bytes
     count["scales"] += fitted_bytes(scheme, attention, calibrated, filled.packs)
-    held = exact + shards.count(filled.blocks) * scheme.block
-    return Real(ByteCount(**count), batch * held * attention.channels)
+    stored = exact + shards.count(filled.blocks) * scheme.block
+    return Real(ByteCount(**count), batch * stored * attention.channels)
 
 
 def fitted_bytes(scheme: Scheme, attention: Attention, calibrated: bool, packs: bool) -> int:
@@ -211,7 +211,7 @@ def fitted_bytes(scheme: Scheme, attention: Attention, calibrated: bool, packs: 
 
 @functools.cache
 def params_bytes(codec: Codec) -> tuple[int, int]:
-    """Bytes of what a codec is told of one side of a layer: for all of it, and for each channel of each head."""
+    """Bytes of the parameters of a codec, of one side of a layer: for all of it, and for each channel of each head."""
     if not (codec.is_fitted or codec.needs_calibration):
         return 0, 0
     channels = 16

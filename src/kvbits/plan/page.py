@@ -100,7 +100,7 @@ def data(found: plan.Plan, presets: Iterable[str]) -> dict[str, Any]:
         "weights": [name for name in setting.WEIGHTS if name != "file" or files],
         "weight_bits": bits,
         "exact_bits": paper.EXACT_BITS,
-        "models": {name: model(title, shape) for name, (title, shape) in models.items()},
+        "models": {name: model(title, shape, start.cpu) for name, (title, shape) in models.items()},
         "head_dims": HEAD_DIMS,
         "schemes": {name: scheme(Named.parse(name), kinds) for name in names},
         "gpus": {name: mib * MIB for name, mib in GPU_MIB.items()},
@@ -123,7 +123,7 @@ def _names(shape: Shape) -> list[str]:
     return [*ALIASES, *(entry.name for entry in CATALOGUE), *with_outliers]
 
 
-def model(title: str, shape: Shape) -> dict[str, Any]:
+def model(title: str, shape: Shape, cpu: bool = False) -> dict[str, Any]:
     """A shape: runs of equal layers, its weights in every precision, the peak of a prompt."""
     runs: list[dict[str, Any]] = []
     for layer in shape.layers:
@@ -141,9 +141,7 @@ def model(title: str, shape: Shape) -> dict[str, Any]:
             how: setting.weights_bytes(shape.weights, how, shape.dtype) for how in setting.WEIGHTS
             if how != "file" or (shape.weights is not None and shape.weights.file_bytes is not None)
         },
-        "peak": None
-        if shape.widths is None
-        else [work(shape, index) for index in range(len(peak.at_work(shape, 1, 1)))],
+        "peak": None if shape.widths is None else [work(shape, cpu, index) for index in range(2)],
         "windows": sum(layer.attention is not None and layer.attention.window is not None for layer in shape.layers),
         "trained": shape.trained,
         "refusal": shape.refusal,
@@ -172,9 +170,9 @@ def run(layer: Layer, refused: bool) -> dict[str, Any]:
     }
 
 
-def work(shape: Shape, index: int) -> list[float]:
+def work(shape: Shape, cpu: bool, index: int) -> list[float]:
     """One of the works of :func:`kvbits.plan.peak.at_work`, as coefficients of 1, tokens read, tokens in the cache."""
-    return bilinear(lambda read, tokens: peak.at_work(shape, read, tokens)[index], 2, 1)
+    return bilinear(lambda read, tokens: peak.at_work(shape, read, tokens, cpu=cpu)[index], 2, 1)
 
 
 def kind_of(attention: Attention) -> Kind:

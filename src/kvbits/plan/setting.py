@@ -39,6 +39,7 @@ class Setting:
         devices, split: see :mod:`kvbits.plan.split`.
         weights: their precision; ``auto`` is the checkpoint's, or the model's dtype.
         logits: ``last`` or ``all``; see :mod:`kvbits.plan.peak`.
+        cpu: whether the device is the CPU of this machine.
     """
 
     shape: Shape
@@ -54,6 +55,7 @@ class Setting:
     split: str = "pipeline"
     weights: str = "auto"
     logits: str = "last"
+    cpu: bool = False
 
     def __post_init__(self) -> None:
         for name, number, most in (

@@ -1,6 +1,6 @@
 """A scheme: how the KV cache of a whole model is stored. Frozen; strings exist only at the edges.
 
-How one is written is told in :mod:`kvbits.schemes.grammar`.
+How one is written stands in :mod:`kvbits.schemes.grammar`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """An OpenAI-compatible server of one model, whose conversations keep their quantized caches.
 
 One file an idea: ``stops`` (where a text ends), ``fields`` (what a request may ask), ``sizes`` (what a cache may take),
-``pool`` (caches between requests), ``engine`` (one answer after the other), ``line`` (who is next), ``template`` (from
-messages to tokens), ``handlers`` (Transformers' own, on the engine), ``metrics``, ``app`` (routes), ``server`` (a
-socket and its end). Importing this module needs none of the packages of the extra ``serve``.
+``pool`` (caches between requests), ``engine`` (one answer after the other), ``queue`` (which request is next),
+``template`` (from messages to tokens), ``handlers`` (Transformers' own, on the engine), ``metrics``, ``app`` (routes),
+``server`` (a socket and its end). Importing this module needs none of the packages of the extra ``serve``.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def application(serving: Serving, api_key: str | None, body_bytes: int) -> FastA
     """The ASGI application of one model.
 
     Args:
-        serving: the model, and the line before it.
+        serving: the model, and the queue before it.
         api_key: that every request but ``/health`` must bring as a bearer token; None: none.
         body_bytes: of a request at most.
     """
@@ -44,8 +44,8 @@ def application(serving: Serving, api_key: str | None, body_bytes: int) -> FastA
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        serving.line.stop()
-        await asyncio.to_thread(serving.line.join, CANCEL_SECONDS)
+        serving.queue.stop()
+        await asyncio.to_thread(serving.queue.join, CANCEL_SECONDS)
         await asyncio.to_thread(serving.engine.pool.save)
 
     # Documentation pages would load scripts from elsewhere.
@@ -58,7 +58,7 @@ def application(serving: Serving, api_key: str | None, body_bytes: int) -> FastA
 
     async def answer(kind: type[Chat] | type[Text], prefix: str, request: Request) -> Response:
         authorize(request, api_key)
-        serving.line.refuse_if_full()  # before a body is read, and again once it has become tokens
+        serving.queue.refuse_if_full()  # before a body is read, and again once it has become tokens
         handler = kind(serving, await read(request, body_bytes), f"{prefix}-{uuid.uuid4().hex}")
         return await unless_gone(request, handler.answer())
 

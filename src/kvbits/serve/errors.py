@@ -42,10 +42,10 @@ def _sendable(text: str) -> str:
 
 
 def failed() -> Refused:
-    """All that a client is told of an error that is not its own."""
+    """All that a client sees of an error that is not its own."""
     return Refused("the server failed to answer; its log has the reason", 500, code="internal_error")
 
 
 def stopped() -> Refused:
-    """What is told to those who wait when the server ends."""
+    """The answer to requests that wait when the server ends."""
     return Refused("the server is shutting down", 503, code="shutting_down")

@@ -1,7 +1,7 @@
 """Transformers' own handlers of chat completions and completions, made to run on the engine.
 
 Theirs is what a request becomes: templates, tools, the parsing of reasoning and of calls, and every object and event of
-the answer. Ours is what happens between: the line of requests, the engine, and what their handlers leave to chance
+the answer. Ours is what happens between: the queue of requests, the engine, and what their handlers leave to chance
 (seeds, stop sequences, sampling without ``do_sample``, errors inside a stream). Their ``ModelManager``, which loads and
 drops models as requests name them, is of no use to a server of one model.
 """
@@ -39,8 +39,8 @@ from transformers.cli.serving.utils import (
 from kvbits.serve.engine import Aborted, Engine, Job
 from kvbits.serve.errors import Refused, failed
 from kvbits.serve.fields import CHAT, COMPLETION, Check, check
-from kvbits.serve.line import Line
 from kvbits.serve.metrics import Metrics
+from kvbits.serve.queue import RequestQueue
 from kvbits.serve.stops import Stops
 from kvbits.serve.template import render
 
@@ -57,7 +57,7 @@ class Serving:
     Attributes:
         engine, tokenizer: of the one model.
         name: under which it is served.
-        line: where requests wait.
+        queue: where requests wait.
         metrics: what becomes of them.
         answer_tokens: of a chat answer at most, where a request does not say.
     """
@@ -65,7 +65,7 @@ class Serving:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     name: str
-    line: Line
+    queue: RequestQueue
     metrics: Metrics
     answer_tokens: int = 1024
 
@@ -91,7 +91,7 @@ class _Pieces(asyncio.Queue[Any]):
 
 
 class _Writer(DirectStreamer):
-    """Shards tokens into pieces of text, up to a stop sequence."""
+    """Makes of tokens pieces of text, up to a stop sequence."""
 
     def __init__(self, tokenizer: Any, loop: Any, queue: _Pieces, parser: Any, stops: Stops) -> None:
         super().__init__(tokenizer, loop, queue, response_parser=parser)
@@ -127,8 +127,8 @@ class _Writer(DirectStreamer):
         return self._gone.is_set()
 
 
-class _Turn(BaseGenerateManager):
-    """One request in the line, and what Transformers' handlers call to have it answered."""
+class _Request(BaseGenerateManager):
+    """One request in the queue, and what Transformers' handlers call to have it answered."""
 
     def __init__(self, serving: Serving, stops: Stops, seed: int | None) -> None:
         self.serving, self.stops, self.seed = serving, stops, seed
@@ -140,13 +140,13 @@ class _Turn(BaseGenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[_Pieces, _Writer]:
-        """Enter the line. The queue gets the pieces of the answer, then None."""
-        queue = _Pieces()
+        """Enter the queue. What is returned gets the pieces of the answer, then None."""
+        pieces = _Pieces()
         loop = asyncio.get_running_loop()
-        self.writer = writer = _Writer(processor._tokenizer, loop, queue, response_parser, self.stops)
+        self.writer = writer = _Writer(processor._tokenizer, loop, pieces, response_parser, self.stops)
         self.job = Job(inputs["input_ids"][0], gen_config, writer.see, lambda: writer.cancelled, self.seed)
-        self.serving.line.enter(self)
-        return queue, writer
+        self.serving.queue.enter(self)
+        return pieces, writer
 
     async def generate_non_streaming(self, *args: Any, **kwargs: Any) -> Any:
         """Not used: an answer that is not streamed is one whose pieces are put together."""
@@ -177,14 +177,14 @@ class _Turn(BaseGenerateManager):
         assert self.writer is not None
         self.refused = why
         self.writer.cancel()
-        if self.serving.line.running is not self:
+        if self.serving.queue.running is not self:
             self.writer.fail(why)
 
     def cancel(self) -> None:
         """Nobody waits any more; harmless after the end."""
         if self.writer is not None:
             self.writer.cancel()
-        self.serving.line.leave(self)
+        self.serving.queue.leave(self)
 
     def stop(self) -> None:
         self.cancel()
@@ -193,15 +193,15 @@ class _Turn(BaseGenerateManager):
 class _Events(StreamingResponse):
     """A stream of events that ends the work when it is over, however that came."""
 
-    def __init__(self, events: AsyncIterator[str], turn: _Turn) -> None:
+    def __init__(self, events: AsyncIterator[str], request: _Request) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.turn = turn
+        self.request = request
 
     async def __call__(self, *args: Any) -> None:
         try:
             await super().__call__(*args)
         finally:
-            self.turn.cancel()
+            self.request.cancel()
 
 
 class _Handler(BaseHandler):
@@ -229,10 +229,10 @@ class _Handler(BaseHandler):
         stops = [stops] if isinstance(stops, str) else stops
         own = serving.engine.model.generation_config.stop_strings or []
         own = [own] if isinstance(own, str) else own
-        self.turn = _Turn(serving, Stops([*stops, *own]), self.asked.get("seed"))
+        self.request = _Request(serving, Stops([*stops, *own]), self.asked.get("seed"))
 
     async def answer(self) -> Response:
-        """Wait in the line, and answer. Raises :class:`Refused`."""
+        """Wait in the queue, and answer. Raises :class:`Refused`."""
         serving = self.serving
         ids = await asyncio.to_thread(self.tokens)
         if not ids:
@@ -244,15 +244,15 @@ class _Handler(BaseHandler):
             "model_id": serving.name,
             "inputs": {"input_ids": torch.tensor([ids])},
             "gen_config": self.generation_config(len(ids)),
-            "gen_manager": self.turn,
+            "gen_manager": self.request,
             **self.more(),
         }
         if self.streams:
-            return _Events(self._events(self._streaming(**arguments).body_iterator), self.turn)
+            return _Events(self._events(self._streaming(**arguments).body_iterator), self.request)
         try:
             return await self._non_streaming(**arguments)
         finally:
-            self.turn.cancel()
+            self.request.cancel()
 
     def tokens(self) -> list[int]:
         """Token ids of the prompt."""
@@ -294,7 +294,7 @@ class _Handler(BaseHandler):
 
     def usage(self, answer_tokens: int) -> CompletionUsage:
         """Tokens of prompt and answer, and how many of them a cache had read before."""
-        job = self.turn.job
+        job = self.request.job
         assert job is not None
         prompt = len(job.prompt)
         return CompletionUsage(
@@ -325,20 +325,20 @@ class _Handler(BaseHandler):
 
     async def _pieces(self, model: Any, processor: Any, inputs: Any, gen_config: Any, parser: Any = None) -> list[Any]:
         """The whole answer, in pieces."""
-        queue, _ = self.turn.generate_streaming(model, processor, inputs, gen_config, self.request_id, parser)
+        coming, _ = self.request.generate_streaming(model, processor, inputs, gen_config, self.request_id, parser)
         pieces = []
-        while (piece := await queue.get()) is not None:
+        while (piece := await coming.get()) is not None:
             pieces.append(piece)
         return pieces
 
     def _reason(self) -> str:
-        job = self.turn.job
+        job = self.request.job
         assert job is not None
         return "stop" if job.ended else "length"
 
     def _answer_tokens(self) -> int:
-        assert self.turn.writer is not None
-        return self.turn.writer.total_tokens
+        assert self.request.writer is not None
+        return self.request.writer.total_tokens
 
 
 class Chat(_Handler, ChatCompletionHandler):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvbits.serve.engine import Job
-from kvbits.serve.line import Line
 from kvbits.serve.pool import Pool
+from kvbits.serve.queue import RequestQueue
 
 _FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _ANSWER_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """Counters of one server; gauges are read off its line and its pool when asked for."""
+    """Counters of one server; gauges are read off its queue and its pool when asked for."""
 
-    def __init__(self, line: Line, pool: Pool) -> None:
+    def __init__(self, queue: RequestQueue, pool: Pool) -> None:
         self.registry = registry = CollectorRegistry()
         self.pool, self._evicted = pool, 0
 
@@ -34,13 +34,13 @@ class Metrics:
             buckets=_FIRST_TOKEN_SECONDS, registry=registry,
         )  # fmt: skip
         self.generation = Histogram(
-            "kvbits_generation_seconds", "The model's work on an answer, without the time in the line.",
+            "kvbits_generation_seconds", "The model's work on an answer, without the time in the queue.",
             buckets=_ANSWER_SECONDS, registry=registry,
         )  # fmt: skip
         gauges = (
-            ("waiting", "Requests that wait.", lambda: len(line)),
-            ("waiting_limit", "Requests that may wait.", lambda: line.limit),
-            ("running", "Requests that the model works on.", lambda: int(line.running is not None)),
+            ("waiting", "Requests that wait.", lambda: len(queue)),
+            ("waiting_limit", "Requests that may wait.", lambda: queue.limit),
+            ("running", "Requests that the model works on.", lambda: int(queue.running is not None)),
             ("cache_bytes", "Bytes of all caches, read off them.", lambda: pool.nbytes),
             ("cache_budget_bytes", "Bytes that all caches together may take.", lambda: pool.budget_bytes),
             ("caches", "Caches that are kept.", lambda: len(pool.kept)),

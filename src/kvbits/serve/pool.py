@@ -99,12 +99,12 @@ class Pool:
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def _find(self, prompt: torch.Tensor) -> tuple[KVCache, int]:
-        one, common, cut = self._longest(prompt)
+        one, common, whole = self._longest(prompt)
         if self.folder is not None:
             try:
-                if self.folder.common(prompt) > cut + self.folder.scheme.block:
+                if self.folder.common(prompt) > whole + self.folder.scheme.block:
                     cache, covered = self.folder.lookup(prompt)
-                    if covered > cut:
+                    if covered > whole:
                         return cache, covered
             except OSError as error:
                 log.warning("the folder of prefixes cannot be read: %s", error)
@@ -117,19 +117,19 @@ class Pool:
             self.kept.append(one)
             cache = cache.fork()
         columns = cache.get_seq_length()
-        if cut < columns:  # a layer with a full window refuses even to take nothing back
-            cache.crop(cut - columns)
-        return cache, cut
+        if whole < columns:  # a layer with a full window refuses even to take nothing back
+            cache.crop(whole - columns)
+        return cache, whole
 
     def _longest(self, prompt: torch.Tensor) -> tuple[Kept | None, int, int]:
-        """The cache to reuse, how many tokens it shares with the prompt, and where it is to be cut."""
+        """The cache to reuse, how many tokens it shares with the prompt, and how many a crop keeps."""
         best: tuple[Kept | None, int, int] = None, 0, 0
         for one in reversed(self.kept):
             common = in_common(one.tokens, prompt[:-1])
             if common >= LEAST_TOKENS and common > best[2]:
-                cut = one.cache.whole(common)
-                if cut >= LEAST_TOKENS and cut > best[2]:
-                    best = one, common, cut
+                whole = one.cache.whole(common)
+                if whole >= LEAST_TOKENS and whole > best[2]:
+                    best = one, common, whole
         return best
 
     # -- room ----------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from kvbits.serve.app import CANCEL_SECONDS
 from kvbits.serve.engine import Engine
 from kvbits.serve.handlers import Serving
-from kvbits.serve.line import Line
 from kvbits.serve.metrics import Metrics
+from kvbits.serve.queue import RequestQueue
 
 
-def serving(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, queue: int, answer_tokens: int) -> Serving:
+def serving(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, limit: int, answer_tokens: int) -> Serving:
     """All that the requests of one model share.
 
     Raises:
@@ -29,8 +29,8 @@ def serving(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, queue
         raise ValueError(
             f"{type(tokenizer).__name__} is a slow tokenizer; the model needs a tokenizer.json to be served"
         )
-    line = Line(queue)
-    return Serving(engine, tokenizer, name, line, Metrics(line, engine.pool), answer_tokens)
+    queue = RequestQueue(limit)
+    return Serving(engine, tokenizer, name, queue, Metrics(queue, engine.pool), answer_tokens)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -57,13 +57,13 @@ def is_loopback(host: str) -> bool:
 class Server(uvicorn.Server):
     """A server that lets requests go on for some seconds once it is to end, and then tells the rest that it does."""
 
-    def __init__(self, app: Any, line: Line, grace_seconds: float, log_level: str = "warning") -> None:
+    def __init__(self, app: Any, queue: RequestQueue, grace_seconds: float, log_level: str = "warning") -> None:
         longest = math.ceil(grace_seconds + CANCEL_SECONDS)
         super().__init__(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=longest, lifespan="on"))
-        self.line, self.grace_seconds = line, grace_seconds
+        self.queue, self.grace_seconds = queue, grace_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called on SIGINT and SIGTERM."""
-        last = asyncio.get_running_loop().call_later(self.grace_seconds, self.line.stop)
+        last = asyncio.get_running_loop().call_later(self.grace_seconds, self.queue.stop)
         await super().shutdown(sockets)
         last.cancel()

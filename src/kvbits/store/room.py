@@ -50,11 +50,11 @@ class Limits:
         """Tokens that a row holds just before it packs; 0 where nothing is ever packed."""
         return 0 if self.residual is None else self.sinks + self.late_sinks + self.residual + self.block - 1
 
-    def room(self, room: int, held: int, tokens: int) -> int:
-        """Tokens to have room for, where there is ``room``, ``held`` are in it, and there will be ``tokens``."""
+    def room(self, room: int, exact: int, tokens: int) -> int:
+        """Tokens to have room for, where there is ``room``, ``exact`` ones are in it, and there will be ``tokens``."""
         if tokens <= room:
             return room
-        wanted = tokens if held == 0 else _stepwise(tokens)
+        wanted = tokens if exact == 0 else _stepwise(tokens)
         return wanted if self.residual is None else min(wanted, self.most)
 
     def room_after_packing(self, tokens: int) -> int:
@@ -114,7 +114,7 @@ def most_room(limits: Limits, tokens: int, rows: int = 1) -> Room:
 def most_room_in_window(limits: Limits, window: int) -> Room:
     """The most room that a row of a layer with a window may have; its table is too small to count."""
     assert limits.residual is not None
-    # One block may be left behind in part, one stays for steps back, one comes before one goes.
+    # One block may be behind the window in part, one stays for steps back, one comes before one goes.
     blocks = max(0, window - 1 - limits.residual) / limits.block + 3
     return Room(limits.most, blocks * (SPARE + 1) / SPARE)
 
@@ -129,16 +129,16 @@ class Filled:
         shards: which blocks are here, where several ranks share the context.
 
     Attributes:
-        held, room: exact tokens of a row, and those that its buffer has room for.
+        exact, room: exact tokens of a row, and those that its buffer has room for.
         blocks: that a row refers to, on all ranks.
         used, capacity, columns: blocks that are written, those that the pool has room for, columns of the table.
-        tokens, dropped: of a row, so far; and those that a window has left behind.
+        tokens, dropped: of a row, so far; and those that a window has dropped.
         packs: whether anything was ever packed.
     """
 
     def __init__(self, limits: Limits, batch: int = 1, window: int | None = None, shards: Shards = ALONE) -> None:
         self.limits, self.batch, self.window, self.shards = limits, batch, window, shards
-        self.held = self.room = self.blocks = self.used = self.capacity = self.columns = 0
+        self.exact = self.room = self.blocks = self.used = self.capacity = self.columns = 0
         self.tokens = self.dropped = 0
         self.packs = False
 
@@ -151,7 +151,7 @@ class Filled:
         """So many calls of as many tokens each. Those that find room are taken all at once."""
         while calls:
             fitting = min(calls, self._fitting(tokens))
-            total = self.held + fitting * tokens
+            total = self.exact + fitting * tokens
             self.tokens += fitting * tokens
             calls -= fitting
             self._take(total, self.limits.packable(total))
@@ -162,16 +162,16 @@ class Filled:
     def _fitting(self, tokens: int) -> int:
         """Calls after which nothing has grown or been dropped yet."""
         if not self.packs or self.window is not None:
-            return (self.room - self.held) // tokens
+            return (self.room - self.exact) // tokens
         here = self.shards.count(self.blocks)
         here += min((self.capacity - self.used) // self.batch, self.columns - here)
         blocks = self.shards.number(here) - self.blocks
         first = self.limits.most + 1 + blocks * self.limits.block  # tokens at which one block too many is packed
-        return (first - 1 - self.held) // tokens
+        return (first - 1 - self.exact) // tokens
 
     def _take(self, total: int, added: int) -> None:
         """Have ``total`` exact tokens, of which ``added`` blocks are packed."""
-        self.held = total - added * self.limits.block
+        self.exact = total - added * self.limits.block
         self.used += self._here(added) * self.batch
         self.blocks += added
 
@@ -181,15 +181,15 @@ class Filled:
 
     def _append(self, tokens: int) -> None:
         self.tokens += tokens
-        total = self.held + tokens
+        total = self.exact + tokens
         added = self.limits.packable(total)
         if not added:
-            self.room, self.held = self.limits.room(self.room, self.held, total), total
+            self.room, self.exact = self.limits.room(self.room, self.exact, total), total
             return
         self._reserve(added)
         self._take(total, added)
         self.packs = True
-        self.room = self.limits.room_after_packing(self.held)
+        self.room = self.limits.room_after_packing(self.exact)
         self._slide()
 
     def _reserve(self, added: int) -> None:

@@ -1,4 +1,4 @@
-"""The line of requests: first come, first served, so many and no more, by the one thread that runs the model."""
+"""The queue of requests: first come, first served, so many and no more, by the one thread that runs the model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ log = logging.getLogger("kvbits.serve")
 LONGEST_RETRY_SECONDS = 600
 
 
-class Turn(Protocol):
-    """What waits. Each method tells whoever waits for it how it ended."""
+class Request(Protocol):
+    """A request that waits. Each method lets its client know how it ended."""
 
     def run(self) -> None: ...
 
@@ -24,25 +24,25 @@ class Turn(Protocol):
         """It will not be run, or no longer."""
 
 
-class Line:
-    """Shards that wait, and the thread that takes them one at a time.
+class RequestQueue:
+    """Requests that wait, and the thread of the engine, which takes them one at a time.
 
     Args:
-        limit: turns that may wait, beside the one that runs.
+        limit: requests that may wait, beside the one that runs.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.running: Turn | None = None
-        self._waiting: dict[Turn, None] = {}
+        self.running: Request | None = None
+        self._waiting: dict[Request, None] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._seconds = 1.0  # that a turn takes, the last ones above all
+        self._seconds = 1.0  # that a request takes, the last ones above all
         self._thread = threading.Thread(target=self._work, name="kvbits-engine", daemon=True)
         self._thread.start()
 
     def __len__(self) -> int:
-        """Shards that wait."""
+        """Requests that wait."""
         return len(self._waiting)
 
     def refuse_if_full(self) -> None:
@@ -58,7 +58,7 @@ class Line:
                 headers={"Retry-After": str(seconds)},
             )
 
-    def enter(self, turn: Turn) -> None:
+    def enter(self, request: Request) -> None:
         """Wait, behind all others.
 
         Raises:
@@ -66,23 +66,23 @@ class Line:
         """
         with self._changed:
             self.refuse_if_full()
-            self._waiting[turn] = None
+            self._waiting[request] = None
             self._changed.notify()
 
-    def leave(self, turn: Turn) -> None:
-        """Wait no longer; harmless for a turn that does not."""
+    def leave(self, request: Request) -> None:
+        """Wait no longer; harmless for a request that does not."""
         with self._changed:
-            self._waiting.pop(turn, None)
+            self._waiting.pop(request, None)
 
     def stop(self) -> None:
-        """Take no more turns: refuse those that wait, and the one that runs."""
+        """Take no more requests: refuse those that wait, and the one that runs."""
         with self._changed:
-            turns = [*self._waiting, *([] if self.running is None else [self.running])]
+            requests = [*self._waiting, *([] if self.running is None else [self.running])]
             self._waiting.clear()
             self._closed = True
             self._changed.notify()
-        for turn in turns:
-            turn.refuse(stopped())
+        for request in requests:
+            request.refuse(stopped())
 
     def join(self, seconds: float) -> None:
         """Once stopped, wait so long for the one that runs."""
@@ -95,12 +95,12 @@ class Line:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                turn = self.running = next(iter(self._waiting))
-                del self._waiting[turn]
+                request = self.running = next(iter(self._waiting))
+                del self._waiting[request]
             start = time.perf_counter()
             try:
-                turn.run()
+                request.run()
             except Exception:  # such as that the event loop is closed
-                log.exception("a request could not be told of its end")
+                log.exception("an answer could not be brought to its end")
             self._seconds += 0.2 * (time.perf_counter() - start - self._seconds)
-            del turn  # with its prompt, before the next one comes
+            del request  # with its prompt, before the next one comes
