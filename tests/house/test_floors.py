@@ -96,7 +96,6 @@ def faults_of(module: str, source: str) -> list[str]:
 
 
 KNOWN_CIRCLES = [
-    ["kvbits.attend.call", "kvbits.attend.native", "kvbits.attend.view"],
     ["kvbits.parallel.cache", "kvbits.parallel.slices"],
 ]
 

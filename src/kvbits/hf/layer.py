@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbits.attend import KVView
+from kvbits.attend.dense import dense
 from kvbits.hf.columns import Columns
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
@@ -44,12 +45,12 @@ class PackedLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """Decoded keys ``[B, H, T, D]``, computed anew at each look; None while empty."""
-        return None if self.core.keys is None else self.core.view().dense()[0]
+        return None if self.core.keys is None else dense(self.core.view())[0]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """Decoded values ``[B, H, T, D]``, computed anew at each look; None while empty."""
-        return None if self.core.keys is None else self.core.view().dense()[1]
+        return None if self.core.keys is None else dense(self.core.view())[1]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to prepare: the first update sees the real shapes."""
@@ -68,8 +69,8 @@ class PackedLayer(CacheLayerMixin):
             keys, values = self.core.exact()
             return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
         view = self.core.view() if view is None else view
-        if view.blocks.longest == 0 and view.share is None:
-            keys, values = view.dense()
+        if view.blocks.longest == 0 and view.shard is None:
+            keys, values = dense(view)
             return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
         return Pair(view, self.trace, ends).handles()
 

@@ -13,7 +13,6 @@ from typing import TypeVar, cast
 import torch
 
 from kvbits.attend import KVView
-from kvbits.attend.view import STORED_ORDER
 from kvbits.layer.first_fit import Transforms
 from kvbits.numerics.modes import without_autocast
 from kvbits.schemes.scheme import Scheme
@@ -177,8 +176,6 @@ class Layer:
             return parts
         for part, nbytes in (*self.store.nbytes(seen).items(), *self.buffers.count(self.sinks).items()):
             parts[part] += nbytes
-        if order := self.store.record.memo.get(STORED_ORDER):
-            parts["slack"] += order[1].nbytes
         fitted = [x for params in (self.key_params, self.value_params) for x in params.values()]
         parts["scales"] += bytes_once(fitted, seen)
         return parts

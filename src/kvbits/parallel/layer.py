@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from kvbits.attend import KVView, Share
+from kvbits.attend import KVView, Shard
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.layer.cache import LayerCache
 from kvbits.layer.packing import Encoded, Work
@@ -110,12 +110,12 @@ class SharedLayer(LayerCache):
     def _view(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> KVView:
         view = super()._view(keys, values, offset)
         packed = max(self._packed, default=0)
-        share: Share | None = None
+        shard: Shard | None = None
         if self.sliced:
-            share = Sliced(self.ranks, packed > 0)
+            shard = Sliced(self.ranks, packed > 0)
         elif packed:
-            share = Together(self.ranks, self.turns.owner(packed) == self.turns.rank)
-        return replace(view, share=share, key_transform=self._of_own_blocks(view))
+            shard = Together(self.ranks, self.turns.owner(packed) == self.turns.rank)
+        return replace(view, shard=shard, key_transform=self._of_own_blocks(view))
 
     def _of_own_blocks(self, view: KVView) -> Transform:
         """The transform of the keys, with the angles of this rank's blocks alone."""
@@ -158,4 +158,4 @@ class SharedLayer(LayerCache):
         return twin
 
     def _empty(self) -> LayerCache:
-        return SharedLayer(self.scheme, self.name, self.rotary, self.fitted, self.ranks, self.turns)
+        return SharedLayer(self.scheme, self.name, self.rotary, self.calibrated, self.ranks, self.turns)

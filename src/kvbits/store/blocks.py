@@ -16,14 +16,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
 
 from kvbits.store import huge_pages
-from kvbits.store.record import Memo, Record, unpack
+from kvbits.store.derived import Derived
+from kvbits.store.record import Record, unpack
 from kvbits.store.room import SPARE, pool_blocks, table_columns
 from kvbits.types import Packed
 
@@ -38,6 +39,7 @@ class Blocks:
         table: int64 ``[B, N]``, which pool block is block n of row b; beyond a row's count, any valid entry.
         counts: blocks of each row.
         in_order: pool block ``n * B + b`` is block n of row b, for all of them: nothing needs gathering.
+        derived: what kernels have made of the layer so far.
     """
 
     record: Record
@@ -45,6 +47,7 @@ class Blocks:
     table: torch.Tensor
     counts: tuple[int, ...]
     in_order: bool
+    derived: Derived
 
     @property
     def longest(self) -> int:
@@ -114,6 +117,7 @@ class BlockStore:
 
     def __init__(self, record: Record, heads: int, rows: int, device: torch.device) -> None:
         self.record = record
+        self.derived = Derived()
         self.heads = heads
         self.counts = [0] * rows
         self.blank = [0] * rows
@@ -167,7 +171,7 @@ class BlockStore:
     @_locked
     def fork(self) -> BlockStore:
         """Another store of the same blocks, which goes on by itself."""
-        twin = BlockStore(replace(self.record, memo=Memo()), self.heads, 0, self.table.device)
+        twin = BlockStore(self.record, self.heads, 0, self.table.device)
         twin.shared, twin.table, twin.in_order = self.shared, self.table.clone(), self.in_order
         twin.counts, twin.blank = list(self.counts), list(self.blank)
         self.shared.stores.add(twin)
@@ -203,9 +207,8 @@ class BlockStore:
         """What is held now; later appends do not show in it."""
         table = self.table[:, : self.longest]
         # Later appends write into the table; where it is not read they may.
-        return Blocks(
-            self.record, self.pool, table if self.in_order else table.clone(), tuple(self.counts), self.in_order
-        )
+        table = table if self.in_order else table.clone()
+        return Blocks(self.record, self.pool, table, tuple(self.counts), self.in_order, self.derived)
 
     @_locked
     def select_rows(self, rows: torch.Tensor) -> None:
@@ -329,8 +332,8 @@ class BlockStore:
     def nbytes(self, seen: set[int] | None = None) -> dict[str, int]:
         """Real bytes: ``codes``, ``scales``, ``zeros``, ``outliers`` of the blocks written, and ``slack``.
 
-        Slack is alignment, spare blocks and the table. A block that no row refers to any more counts until the pool
-        next grows, which reclaims it.
+        Slack is alignment, spare blocks, the table, and what is derived of it. A block that no row refers to any
+        more counts until the pool next grows, which reclaims it.
 
         Args:
             seen: where several stores are counted together, what has been counted: a pool counts once. Else a store
@@ -344,4 +347,4 @@ class BlockStore:
         elif len(self.shared.stores) > 1:
             blocks = len(self.table[self._held()].unique())
             pool_bytes = blocks * self.heads * self.record.nbytes
-        return self.record.count(blocks * self.heads, pool_bytes + self.table.nbytes)
+        return self.record.count(blocks * self.heads, pool_bytes + self.table.nbytes + self.derived.nbytes)

@@ -37,6 +37,15 @@ class Rope:
     step_sin: torch.Tensor
     interleaved: bool = False
 
+    @property
+    def steps(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """All that the angles within a block are."""
+        return self.step_cos, self.step_sin, self.interleaved
+
+    def has(self, steps: tuple[torch.Tensor, torch.Tensor, bool]) -> bool:
+        """Whether :attr:`steps` are these very tensors."""
+        return self.step_cos is steps[0] and self.step_sin is steps[1] and self.interleaved == steps[2]
+
     def angles(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the tokens of blocks ``first .. last - 1``: ``[B or 1, n * tokens, R/2]`` each."""
         base_cos, base_sin = (x[:, first:last, None] for x in (self.base_cos, self.base_sin))
