@@ -46,7 +46,7 @@ def layer(scheme: str | Scheme, window: int | None = None) -> LayerCache:
 def assert_same_layer(one: LayerCache, other: LayerCache) -> None:
     """All that is stored, and what attention makes of it."""
     assert one.held == other.held and one.late == other.late and one.dropped == other.dropped
-    assert one.fitted == other.fitted and one.even == other.even
+    assert one.calibrated == other.calibrated and one.even == other.even
     for ours, theirs in zip((one.key_params, one.value_params), (other.key_params, other.value_params), strict=True):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     for row in range(one.rows.batch):

@@ -134,14 +134,13 @@ class Layer:
         """What the cache holds now, from column ``offset`` on. Raises ValueError while it is empty."""
         if self.buffers is None:
             raise ValueError(f"{self.name}: the cache is empty")
-        return self._view(self.buffers.keys, self.buffers.values, offset)
+        return self._view(self.buffers.keys, self.buffers.values, self.buffers.held, self.rows, offset)
 
-    def _view(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> KVView:
+    def _view(self, keys: torch.Tensor, values: torch.Tensor, held: Sequence[int], rows: Rows, offset: int) -> KVView:
+        """The packed blocks so far beside the exact tokens ``keys`` and ``values``, ``held`` of each row."""
         assert self.buffers is not None and self.store is not None
-        held, late, longest = self.buffers.held, self.buffers.late, self.buffers.longest
-        key_transform, value_transform = self._transforms.of(
-            self.key_params, self.rows, self.dropped, max(self.packed_blocks, default=0), keys, values
-        )
+        late, longest, blocks = self.buffers.late, max(held, default=0), max(self.packed_blocks, default=0)
+        transforms = self._transforms.of(self.key_params, rows, self.dropped, blocks, keys, values)
         return KVView(
             scheme=self.scheme,
             keys=keys[:, :, :longest],
@@ -151,11 +150,11 @@ class Layer:
             blocks=self.store.view(),
             key_params=self.key_params,
             value_params=self.value_params,
-            rows=self.rows,
+            rows=rows,
             dropped=self.dropped,
             offset=offset,
-            key_transform=key_transform,
-            value_transform=value_transform,
+            key_transform=transforms.key,
+            value_transform=transforms.value,
             late=late if any(late) else (),
         )
 

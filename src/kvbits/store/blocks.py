@@ -178,29 +178,44 @@ class BlockStore:
         return twin
 
     @_locked
-    def append(self, row: int | None, keys: Packed, values: Packed) -> None:
-        """Add blocks to one row, or to every row (``row=None``) where all hold the same number.
+    def append(self, pieces: Sequence[tuple[int | None, Packed, Packed]]) -> None:
+        """Add blocks, all of them or, where that fails, none.
 
         Args:
-            row: the row, or None for all.
-            keys, values: what the codecs' ``encode`` gave for ``[B, H, n, T, D]`` (B = 1 for one row).
+            pieces: rows (None: every row, where all hold the same number), and for each the keys and the values that
+                the codecs' ``encode`` gave for ``[B, H, n, T, D]`` (B = 1 for one row).
         """
-        rows = range(len(self.counts)) if row is None else range(row, row + 1)
-        added = next(iter(keys.values())).shape[2]
-        first = self.counts[rows[0]]
-        assert all(self.counts[r] == first for r in rows)
-        self.reserve(added * len(rows), first + added)
-        tile = self.pool[self.used : self.used + added * len(rows)].unflatten(0, (added, len(rows)))
-        tile = tile.permute(1, 2, 0, 3)
-        for slots, packed in ((self.record.keys, keys), (self.record.values, values)):
-            for name, target in unpack(tile, slots).items():
-                target.copy_(packed[name])
-        ids = torch.arange(self.used, self.used + added * len(rows), device=self.table.device)
-        self.table[rows.start : rows.stop, first : first + added] = ids.unflatten(0, (added, len(rows))).t()
-        self.in_order = self.in_order and row is None and self.used == first * len(rows)
-        self.used += added * len(rows)
-        for r in rows:
-            self.counts[r] += added
+        self.make_room(pieces)
+        counts, used, in_order = list(self.counts), self.used, self.in_order
+        for row, keys, values in pieces:
+            rows = self._rows(row)
+            first, added = counts[rows[0]], _blocks_in(keys)
+            assert all(counts[r] == first for r in rows)
+            end = used + added * len(rows)
+            tile = self.pool[used:end].unflatten(0, (added, len(rows))).permute(1, 2, 0, 3)
+            for slots, packed in ((self.record.keys, keys), (self.record.values, values)):
+                for name, target in unpack(tile, slots).items():
+                    target.copy_(packed[name])
+            ids = torch.arange(used, end, device=self.table.device).unflatten(0, (added, len(rows))).t()
+            self.table[rows.start : rows.stop, first : first + added] = ids
+            in_order, used = in_order and row is None and used == first * len(rows), end
+            for r in rows:
+                counts[r] += added
+        # What was written counts from here on: assignments cannot fail.
+        self.counts, self.used, self.in_order = counts, used, in_order
+
+    @_locked
+    def make_room(self, pieces: Sequence[tuple[int | None, Packed, Packed]]) -> None:
+        """Make room for what :meth:`append` would add, so that it allocates nothing large."""
+        counts, added = list(self.counts), 0
+        for row, keys, _ in pieces:
+            for r in self._rows(row):
+                counts[r] += _blocks_in(keys)
+                added += _blocks_in(keys)
+        self.reserve(added, max(counts, default=0))
+
+    def _rows(self, row: int | None) -> range:
+        return range(len(self.counts)) if row is None else range(row, row + 1)
 
     @_locked
     def view(self) -> Blocks:
@@ -348,3 +363,7 @@ class BlockStore:
             blocks = len(self.table[self._held()].unique())
             pool_bytes = blocks * self.heads * self.record.nbytes
         return self.record.count(blocks * self.heads, pool_bytes + self.table.nbytes + self.derived.nbytes)
+
+
+def _blocks_in(packed: Packed) -> int:
+    return next(iter(packed.values())).shape[2]
