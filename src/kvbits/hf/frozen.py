@@ -20,7 +20,6 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvbits.backends import why_triton_is_off
-from kvbits.codecs import Exact
 from kvbits.hf.cache import KVCache, no_model
 from kvbits.hf.layer import PackedLayer
 from kvbits.layer.frozen import FrozenLayerCache, why_not
@@ -383,7 +382,7 @@ def _frozen_layers(cache: KVCache, capacity: int) -> list[FrozenLayer]:
 def _is_exact(layer: PackedLayer) -> bool:
     """Whether nothing is lost in a ring of what the layer holds."""
     scheme = layer.core.scheme
-    return isinstance(scheme.key, Exact) and isinstance(scheme.value, Exact)
+    return scheme.is_exact
 
 
 def _kinds(cache: KVCache) -> list[str]:

@@ -22,8 +22,8 @@ from kvbits.layer.first_fit import fit_first, fitted_in
 from kvbits.layer.held import Layer, outlasting
 from kvbits.layer.packing import DueBlocks, Encoded, Plan, ToPack
 from kvbits.store.blocks import BlockStore
-from kvbits.store.crop import Cut, cut_row, whole_tokens
-from kvbits.store.exact import Buffers, refuse_unlike
+from kvbits.store.crop import Crop, crop_row, whole_tokens
+from kvbits.store.exact import ExactTokens, refuse_unlike
 from kvbits.store.late_sinks import Late, take_out
 from kvbits.store.record import Record
 from kvbits.store.rows import Rows
@@ -265,7 +265,7 @@ class LayerCache(Layer):
             return True
         # The buffers from before a block was packed are as they were: what stays exact went into new ones.
         self._truncate(before.counts)
-        self.rows, self.buffers = before.rows, Buffers(before.keys, before.values, before.held, before.late)
+        self.rows, self.buffers = before.rows, ExactTokens(before.keys, before.values, before.held, before.late)
         return True
 
     @outlasting
@@ -288,18 +288,18 @@ class LayerCache(Layer):
                 f"{self.name}: cannot take back {columns} columns, the sliding window of {self.window} tokens has "
                 f"left behind what the rest would see; at most {self.scheme.block} can be taken back"
             )
-        cuts = [self._cut(row, tokens, rows.counts[row]) for row, tokens in enumerate(gone)]
-        if [cut.blocks for cut in cuts] == self.packed_blocks:
-            self.buffers.crop(cuts, self.limits)
+        crops = [self._crop_of(row, tokens, rows.counts[row]) for row, tokens in enumerate(gone)]
+        if [crop.blocks for crop in crops] == self.packed_blocks:
+            self.buffers.crop(crops, self.limits)
         else:
-            self.buffers.crop_further(cuts, self.limits, partial(self._decoded, self.view(), cuts))
-            self._truncate([cut.blocks for cut in cuts])
+            self.buffers.crop_further(crops, self.limits, partial(self._decoded, self.view(), crops))
+            self._truncate([crop.blocks for crop in crops])
             self.store.trim()
         self.rows = rows
 
-    def _cut(self, row: int, gone: int, left: int) -> Cut:
+    def _crop_of(self, row: int, gone: int, left: int) -> Crop:
         """What is left of a row when it loses its last ``gone`` own tokens and keeps the first ``left``."""
-        return cut_row(gone, left, self.held[row], self.packed_blocks[row], self.late[row], self.limits)
+        return crop_row(gone, left, self.held[row], self.packed_blocks[row], self.late[row], self.limits)
 
     def whole(self, columns: int) -> int:
         """How many of the first ``columns`` columns a crop may keep so that no block has to be decoded.
@@ -312,12 +312,12 @@ class LayerCache(Layer):
             return 0
         return whole_tokens(columns, self.packed_blocks[0], self.late[0], self.limits)
 
-    def _decoded(self, view: KVView, cuts: Sequence[Cut], side: int, row: int) -> torch.Tensor:
-        """The block that the cut through a row goes through, as attention sees it: ``[H, block, D]``.
+    def _decoded(self, view: KVView, crops: Sequence[Crop], side: int, row: int) -> torch.Tensor:
+        """The block that the crop of a row goes through, as attention sees it: ``[H, block, D]``.
 
         Only that one block of a row is ever decoded, however far back a crop goes.
         """
-        first = cuts[row].blocks
+        first = crops[row].blocks
         codec, params, transform = (
             (self.scheme.key, self.key_params, view.key_transform),
             (self.scheme.value, self.value_params, view.value_transform),
@@ -350,4 +350,4 @@ class LayerCache(Layer):
         scheme = self.scheme
         record = Record.of(scheme.key, scheme.value, scheme.block, channels, values.shape[3], keys.dtype, values.dtype)
         self.store = BlockStore(record, heads, batch, keys.device)
-        self.buffers = Buffers.empty(keys, values)
+        self.buffers = ExactTokens.empty(keys, values)

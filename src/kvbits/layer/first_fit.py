@@ -1,6 +1,6 @@
 """What a layer does to its tokens before they are encoded, and what it fits for that.
 
-What no calibration has told is fitted once, from the first tokens that are packed: the mean and the balance of centred
+What no calibration has is fitted once, from the first tokens that are packed: the mean and the balance of centred
 keys, and what static codecs fit. It never changes once a block refers to it.
 """
 

@@ -26,7 +26,7 @@ from kvbits.backends import why_triton_is_off
 from kvbits.layer.cache import LayerCache
 from kvbits.store import huge_pages
 from kvbits.store.blocks import BlockStore
-from kvbits.store.exact import Buffers
+from kvbits.store.exact import ExactTokens
 from kvbits.store.rows import Rows
 
 
@@ -219,7 +219,7 @@ class FrozenLayerCache:
             )
         assert core.store is not None
         batch = len(core.held)
-        core.rows, core.buffers = Rows(batch), Buffers(self.keys, self.values, [0] * batch, ((),) * batch)
+        core.rows, core.buffers = Rows(batch), ExactTokens(self.keys, self.values, [0] * batch, ((),) * batch)
         core.store.truncate([0] * batch)
         core.store.used = 0
         (core.key_params, core.value_params), core.is_final, core.warned = core.calibrated, (False, False), set()

@@ -1,6 +1,6 @@
 """``Layer``, what is held of one layer: to be looked at, counted, selected and handed on.
 
-How it grows and how it is cut is told in :mod:`kvbits.layer.cache`.
+How it grows and is cropped stands in :mod:`kvbits.layer.cache`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvbits.layer.first_fit import Transforms
 from kvbits.numerics.modes import without_autocast
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.blocks import BlockStore
-from kvbits.store.exact import Buffers
+from kvbits.store.exact import ExactTokens
 from kvbits.store.late_sinks import Late
 from kvbits.store.room import Limits
 from kvbits.store.rows import Rows
@@ -85,7 +85,7 @@ class Layer:
     def reset(self) -> None:
         """Forget everything, also the shape, the dtype and what static codecs fitted."""
         self.rows = Rows()
-        self.buffers: Buffers | None = None
+        self.buffers: ExactTokens | None = None
         self.store: BlockStore | None = None
         self.key_params, self.value_params = self.calibrated
         self.is_final = (False, False)
@@ -226,7 +226,7 @@ class Layer:
     ) -> None:
         """Take what another layer of the same scheme held; its exact tokens ``[B, H, T, D]`` are copied."""
         self.rows, self.store, self.dropped = rows, store, dropped
-        self.buffers = Buffers.copied(keys, values, held, late, self.limits)
+        self.buffers = ExactTokens.copied(keys, values, held, late, self.limits)
 
     def _adopt(self) -> None:
         """Take tensors that may be changed: a copy made under ``torch.inference_mode()`` has others."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from kvbits.codecs import Exact
 from kvbits.hf.cache import KVCache
 from kvbits.hf.layer import PackedLayer
 from kvbits.measure import caches
@@ -45,7 +44,7 @@ def stored(cache: Cache) -> tuple[int, int]:
 def _tokens(layer: Any) -> tuple[int, int]:
     """Tokens of all rows that a layer holds, and how many of them are quantized."""
     if isinstance(layer, PackedLayer):
-        exact = isinstance(layer.core.scheme.key, Exact) and isinstance(layer.core.scheme.value, Exact)
+        exact = layer.core.scheme.is_exact
         return layer.core.tokens, 0 if exact else layer.core.packed_tokens
     rows, exact_tokens = 1, 0
     keys = getattr(layer, "keys", None)

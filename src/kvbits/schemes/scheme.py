@@ -75,7 +75,7 @@ class Scheme:
     late_sinks: int = 0
 
     def __post_init__(self) -> None:
-        exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)
+        exact = self.is_exact
         if self.residual is None and not exact:
             raise ValueError(f"residual=None keeps every token exact, which only 'exact' means; got {self.key}")
         residual = 0 if self.residual is None else self.residual
@@ -102,6 +102,11 @@ class Scheme:
         named = [i for override in self.overrides for i in override.layers]
         if len(named) != len(set(named)):
             raise ValueError(f"layers {sorted({i for i in named if named.count(i) > 1})} are named twice")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether keys and values stay as they came, packed or not (apart from overrides)."""
+        return isinstance(self.key, Exact) and isinstance(self.value, Exact)
 
     @property
     def packs(self) -> bool:
@@ -149,7 +154,7 @@ class Scheme:
         With blocks as much shorter as it takes to need less memory than the exact window; else ``exact``: where most
         of the window is residual, packing the rest saves nothing. A scheme that packs exact tokens is left as it is.
         """
-        if not self.packs or (isinstance(self.key, Exact) and isinstance(self.value, Exact)):
+        if not self.packs or self.is_exact:
             return self
         for block in sorted((b for b in BLOCKS if b <= self.block), reverse=True):
             if all(block % codec.block_multiple == 0 for codec in (self.key, self.value)):
@@ -181,7 +186,7 @@ class Scheme:
         return 2 * _EXACT_BITS * (self.residual + block - 1) + bits * packed * 9 / 8
 
     def __str__(self) -> str:
-        exact = isinstance(self.key, Exact) and isinstance(self.value, Exact)
+        exact = self.is_exact
         options = []
         if self.residual != (None if exact else RESIDUAL_TOKENS):
             options.append(f"residual={self.residual}")
