@@ -25,6 +25,7 @@ from common import require_green, write
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits.attend import Call, KVView, native, reference
+from kvbits.attend.dense import dense
 from kvbits.backends import instruction_set
 from kvbits.codecs import Codec
 from kvbits.layer.cache import LayerCache
@@ -65,7 +66,7 @@ def cache_of(name: str, heads: int, channels: int, tokens: int) -> tuple[KVView,
     cache = LayerCache(scheme, rotary=rotary, calibrated=fitted)
     cache.append(keys[:, :, :-1], values[:, :, :-1])
     view = cache.append(keys[:, :, -1:], values[:, :, -1:])
-    return view, *view.dense()
+    return view, *dense(view)
 
 
 def copies(view: KVView) -> list[KVView]:

@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits.attend import Call, KVView
+from kvbits.attend.dense import dense
 from kvbits.attend.triton import decode as triton_decode
 from kvbits.attend.triton.tuning import Tuning, tuned
 from kvbits.backends import OPT_IN
@@ -148,9 +149,9 @@ def check(name: str, device: torch.device, small: bool) -> dict[str, Any]:
     if reasons := triton_decode.why_not(call):
         raise RuntimeError(f"{name} does not run: {', '.join(reasons)}")
     wide = dataclasses.replace(view, keys=view.keys.float(), values=view.values.float())
-    truth = attention(call, torch.float64, *wide.dense())
+    truth = attention(call, torch.float64, *dense(wide))
     got = triton_decode.run(call).double() - truth
-    plain = attention(call, torch.bfloat16, *view.dense()).double() - truth
+    plain = attention(call, torch.bfloat16, *dense(view)).double() - truth
     error, allowed = (float(x.square().mean().sqrt()) for x in (got, plain))
     if not 0 < error <= 2 * allowed:
         raise RuntimeError(f"{name}: an error of {error:.2e}, where plain bfloat16 attention has {allowed:.2e}")

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbits.attend import KERNELS, Call, attend, choose, explain, reference
+from kvbits.attend.dense import dense
 from kvbits.layer.cache import LayerCache
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.rows import Rows
@@ -125,7 +126,7 @@ def test_half_precision_error_is_at_most_twice_that_of_torch(counts: tuple[int, 
     query = query_for(view, shape, counts[-1])
     call = Call(query, view, 0.125)
     truth = plain_attention(call, torch.float64, *unrounded(view))
-    keys, values = view.dense()
+    keys, values = dense(view)
     torchs = scaled_dot_product_attention(query, keys, values, visible(call), scale=0.125, enable_gqa=True)
     error, allowed = ((x.double() - truth).square().mean().sqrt() for x in (attend(call), torchs))
     assert 0 < float(error) <= 2 * float(allowed)

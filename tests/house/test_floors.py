@@ -95,9 +95,7 @@ def faults_of(module: str, source: str) -> list[str]:
     return faults
 
 
-KNOWN_CIRCLES = [
-    ["kvbits.attend.call", "kvbits.attend.native", "kvbits.attend.view"],
-]
+KNOWN_CIRCLES = []
 
 
 def circles_of(imports: dict[str, set[str]]) -> list[list[str]]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbits.attend import Call, attend, reference
+from kvbits.attend.dense import dense
 from kvbits.codecs import Fp8Static
 from kvbits.encode import encode
 from kvbits.layer.cache import LayerCache
@@ -124,7 +125,7 @@ class PlainCache:
 
 def assert_same(view: Any, expected: tuple[torch.Tensor, ...]) -> None:
     """Bit for bit."""
-    for got, wanted in zip(view.dense(), expected, strict=True):
+    for got, wanted in zip(dense(view), expected, strict=True):
         assert got.dtype == wanted.dtype and torch.equal(got, wanted)
 
 
@@ -155,7 +156,7 @@ class Both:
         if rows is None and self.cache.rows.valid is not None:
             text = torch.ones(batch, count, dtype=torch.bool)
         assert_same(view, self.plain.append(keys, values, text))
-        self.views.append((view, [x.clone() for x in view.dense()]))
+        self.views.append((view, [x.clone() for x in dense(view)]))
         for old, new in zip(before, self._packed(), strict=False):
             assert torch.equal(old, new[: len(old)])  # packed bytes never change
         self.check()
@@ -195,8 +196,8 @@ class Both:
             assert buffer is not None
             for row, held in enumerate(cache.held):
                 assert not buffer[row, :, held:].any()  # masks do not stop 0 * NaN: there must be zeros
-        for view, dense in self.views:
-            assert all(torch.equal(now, then) for now, then in zip(view.dense(), dense, strict=True))
+        for view, shown in self.views:
+            assert all(torch.equal(now, then) for now, then in zip(dense(view), shown, strict=True))
 
 
 # -- every operation, in any order -------------------------------------------------------------------------------------
@@ -406,7 +407,7 @@ def test_appended_tensors_may_change_afterwards() -> None:
     for count in (10, 100, 1):
         keys, values = tokens(1, count, count)
         cache.append(keys, values)
-        before = [x.clone() for x in cache.view().dense()]
+        before = [x.clone() for x in dense(cache.view())]
         keys.zero_()
         values.zero_()
         assert_same(cache.view(), tuple(before))
@@ -416,7 +417,7 @@ def test_gradients_do_not_enter() -> None:
     keys, values = tokens(1, 100, 0)
     cache = LayerCache(Scheme.parse(f"int4,{SMALL}"))
     view = cache.append(keys.requires_grad_(), values.requires_grad_())
-    assert not any(x.requires_grad for x in view.dense() + cache.view().dense())
+    assert not any(x.requires_grad for x in dense(view) + dense(cache.view()))
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------
@@ -464,7 +465,7 @@ def test_a_padded_row_stores_bit_for_bit_what_it_stores_alone(scheme: str, kind:
         rows, first = rows.extend(3, count, text[:, chunk]), first + count
         batch.append(keys[:, :, chunk], values[:, :, chunk], rows)
     assert first == columns
-    dense = batch.view().dense()
+    shown = dense(batch.view())
     for row in range(3):
         own = text[row]
         alone = LayerCache(parsed)
@@ -474,7 +475,7 @@ def test_a_padded_row_stores_bit_for_bit_what_it_stores_alone(scheme: str, kind:
         for mine, theirs in zip(stored_blocks(batch, row), stored_blocks(alone, 0), strict=True):
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-        for together, single in zip(dense, alone.view().dense(), strict=True):
+        for together, single in zip(shown, dense(alone.view()), strict=True):
             assert torch.equal(together[row][:, own], single[0])
             assert not together[row][:, ~own].any()
 
@@ -512,9 +513,9 @@ def test_a_window_keeps_what_can_be_seen_and_drops_the_rest(window: int, padded:
         assert kept <= scheme.block * 3 + window or padded  # memory follows the window, not the text
         behind = [cache.dropped + blank * scheme.block for blank in cache.store.blank]
         full = cache.view()
-        dense = full.dense()
-        assert dense[0].shape[2] == full.kv_columns == cache.columns
-        for got, wanted in zip(dense, plain.dense(), strict=True):  # dropped tokens are zero, the others there
+        shown = dense(full)
+        assert shown[0].shape[2] == full.kv_columns == cache.columns
+        for got, wanted in zip(shown, plain.dense(), strict=True):  # dropped tokens are zero, the others there
             lost = (got == 0).all(dim=(1, 3)) & (wanted != 0).any(dim=1).any(-1)
             assert lost.sum(-1).tolist() == behind
             assert torch.equal(got, wanted.masked_fill(lost[:, None, :, None], 0))
@@ -727,16 +728,16 @@ def test_what_is_not_finite_is_refused_before_anything_changes(scheme: str, side
     twin = LayerCache(Scheme.parse(f"{scheme},{options}"))
     for each in (cache, twin):
         each.append(*tokens(2, 130, 0))
-    before, dense = state(cache), [x.clone() for x in cache.view().dense()]
+    before, shown = state(cache), [x.clone() for x in dense(cache.view())]
     keys, values = tokens(2, 100, 1)
     (keys if side == "keys" else values)[1, 0, 40, 3] = bad
     with pytest.raises(ValueError, match=rf"layer 3: 1 of the {side} to be packed are NaN, infinite"):
         cache.append(keys, values)
     assert state(cache) == before
-    assert_same(cache.view(), tuple(dense))
+    assert_same(cache.view(), tuple(shown))
     good = tokens(2, 100, 2)
-    assert_same(cache.append(*good), twin.append(*good).dense())
-    assert_same(cache.view(), twin.view().dense())
+    assert_same(cache.append(*good), dense(twin.append(*good)))
+    assert_same(cache.view(), dense(twin.view()))
 
 
 @pytest.mark.parametrize("padded", (False, True), ids=("whole", "padded"))
@@ -765,7 +766,7 @@ def test_what_is_not_finite_among_the_exact_tokens_stays_where_it_is(scheme: str
     for x, bad in ((keys, torch.nan), (values, torch.inf)):
         x[1, 0, at, 3] = bad
     cache.append(keys, values)
-    for got, wanted, bad in zip(cache.view().dense(), clean.view().dense(), (torch.nan, torch.inf), strict=True):
+    for got, wanted, bad in zip(dense(cache.view()), dense(clean.view()), (torch.nan, torch.inf), strict=True):
         expected = wanted.clone()
         expected[1, 0, at, 3] = bad
         assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
@@ -872,7 +873,7 @@ def test_what_is_taken_out_of_a_block_stays_finite(scheme: str) -> None:
     x = (torch.rand(1, 1, 64, 64, generator=generator) * 2 - 1) * largest
     x[..., ::7, :8], x[..., 3, 5] = largest, -largest
     cache.append(x.half(), x.half())
-    assert all(bool(side.isfinite().all()) for side in cache.view().dense())
+    assert all(bool(side.isfinite().all()) for side in dense(cache.view()))
     cache.crop(5)
     assert cache.keys is not None and cache.values is not None
     assert bool(cache.keys.isfinite().all() and cache.values.isfinite().all())
@@ -891,7 +892,7 @@ def test_a_static_scale_waits_for_what_is_not_zero() -> None:
     for keys, values, fitted in ((zeros, zeros, (False, False)), (x, zeros, (True, False)), (x, x, (True, True))):
         cache.append(keys, values)
         assert cache.is_final == fitted
-    keys, values = cache.view().dense()
+    keys, values = dense(cache.view())
     assert not keys[:, :, :64].any() and not values[:, :, :128].any()
     for got in (keys[:, :, 64:128], keys[:, :, 128:], values[:, :, 128:]):
         assert (got - x).norm() <= 0.04 * x.norm()
@@ -935,7 +936,7 @@ def test_rotated_centred_keys_are_balanced_and_read_alike_by_every_kernel() -> N
             assert balance.shape == (3, 64) and float(balance[:, 20:24].min()) > 3 * float(balance[:, :20].max())
             layer.crop(300)
             assert torch.equal(layer.key_params["balance"], balance)
-            far = (layer.view().dense()[0] - keys[:, :, :400]).norm() / keys[:, :, :400].norm()
+            far = (dense(layer.view())[0] - keys[:, :, :400]).norm() / keys[:, :, :400].norm()
             assert float(far) < 0.1
     errors = {s: float((outputs[s] - outputs["exact,residual=0"]).norm()) for s in ("default", "lm4")}
     assert 3 * errors["default"] < errors["lm4"], errors

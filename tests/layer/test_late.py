@@ -20,7 +20,7 @@ import stored
 import zoo
 from kvbits.attend import Call, KVView, native, reference
 from kvbits.attend import view as view_module
-from kvbits.attend.view import STORED_ORDER
+from kvbits.attend.dense import dense
 from kvbits.encode import encode
 from kvbits.hf.names import cache_name
 from kvbits.layer.cache import LayerCache
@@ -285,7 +285,7 @@ class Plain:
 
 
 def assert_same(view: KVView, expected: tuple[torch.Tensor, ...]) -> None:
-    for got, wanted in zip(view.dense(), expected, strict=True):
+    for got, wanted in zip(dense(view), expected, strict=True):
         assert torch.equal(got, wanted)
 
 
@@ -310,7 +310,7 @@ class Both:
         assert_same(view, expected)
         if not any(self.cache.store.counts) and rows.valid is None:  # type: ignore[union-attr]
             assert all(torch.equal(a, b) for a, b in zip(self.cache.exact(), expected, strict=True))
-        self.views.append((view, [x.clone() for x in view.dense()]))
+        self.views.append((view, [x.clone() for x in dense(view)]))
         self.check()
         attend_both(view, count or 1, seed=self.seed)
 
@@ -338,8 +338,8 @@ class Both:
         assert parts["sinks"] == token * sum(held) and parts["residual"] == token * (sum(cache.held) - sum(held))
         assert cache.keys is not None and cache.values is not None
         total = cache.keys.nbytes + cache.values.nbytes + cache.store.pool.nbytes + cache.store.table.nbytes
-        if order := cache.store.record.memo.get(STORED_ORDER):
-            total += order[1].nbytes
+        if order := cache.store.derived.stored_order:
+            total += order.made.nbytes
         assert sum(parts.values()) == total + sum(x.nbytes for x in cache.key_params.values()) + sum(
             x.nbytes for x in cache.value_params.values()
         )
@@ -347,12 +347,12 @@ class Both:
             assert not cache.keys[row, :, held_here:].any() and not cache.values[row, :, held_here:].any()
             if held_here > cache.sinks + len(late):  # at least the residual is exact
                 assert held_here - cache.sinks - len(late) <= cache.keys.shape[2]
-        for view, dense in self.views:
-            assert all(torch.equal(now, then) for now, then in zip(view.dense(), dense, strict=True))
+        for view, shown in self.views:
+            assert all(torch.equal(now, then) for now, then in zip(dense(view), shown, strict=True))
 
 
 def attend_both(view: KVView, queries: int, seed: int = 0) -> None:
-    """Native and reference kernels against float64 over the dense columns: causal, and under masks with holes."""
+    """Native and reference kernels against float64 over the shown columns: causal, and under masks with holes."""
     queries = min(queries, view.rows.columns, 5)
     if not queries:
         return
@@ -381,7 +381,7 @@ def attend_both(view: KVView, queries: int, seed: int = 0) -> None:
 def right_attention(call: Call) -> torch.Tensor:
     view = call.view
     groups = call.query.shape[1] // view.keys.shape[1]
-    keys, values = (x.double().repeat_interleave(groups, dim=1) for x in view.dense())
+    keys, values = (x.double().repeat_interleave(groups, dim=1) for x in dense(view))
     queries, columns = call.query.shape[2], view.rows.columns
     at = torch.arange(columns - queries, columns)[:, None]
     scores = call.query.double() @ keys.transpose(-1, -2) * call.scaling
@@ -463,9 +463,9 @@ def test_planted_sinks_are_found_and_stay_bit_exact(chunks: tuple[int, ...]) -> 
         first += count
     assert cache.late == ((40, 41, 130), (3,), (200,))
     assert cache.even and len(set(cache.held)) == 1
-    dense = cache.view().dense()
+    shown = dense(cache.view())
     for row, token, _ in where:
-        for got, x in zip(dense, (keys, values), strict=True):
+        for got, x in zip(shown, (keys, values), strict=True):
             assert torch.equal(got[row, :, token], x[row, :, token])
             assert not torch.equal(got[row, :, token + 2], x[row, :, token + 2])  # its neighbours are packed
 
@@ -490,7 +490,7 @@ def test_a_late_sink_keeps_ranges_and_static_scales_clean() -> None:
         caches = [LayerCache(Scheme.parse(f"{s},residual=20,sinks={sinks},block=32")) for s in ("kivi4", "fp8-static")]
         for cache in caches:
             cache.append(keys, values)
-        errors.append(float((caches[0].view().dense()[0] - keys)[:, :, others].norm()))
+        errors.append(float((dense(caches[0].view())[0] - keys)[:, :, others].norm()))
         scales.append(float(caches[1].key_params["scale"]))
     assert errors[1] < errors[0] / 2.5
     assert scales[1] < scales[0] / 4
@@ -589,12 +589,12 @@ def test_undo_takes_back_what_was_found(scheme: str, count: int, batch: int) -> 
     cache.append(*tokens(batch, count, 5, share=0.1))
     assert cache.undo(before)
     assert cache.late == twin.late and cache.held == twin.held
-    assert_same(cache.view(), twin.view().dense())
+    assert_same(cache.view(), dense(twin.view()))
     for each in (cache, twin):
         for seed in (7, 8):
             each.append(*tokens(batch, 60, seed, share=0.05))
     assert cache.late == twin.late
-    assert_same(cache.view(), twin.view().dense())
+    assert_same(cache.view(), dense(twin.view()))
 
 
 def test_a_refused_append_changes_nothing() -> None:
@@ -607,7 +607,7 @@ def test_a_refused_append_changes_nothing() -> None:
         cache.append(keys, values)
     assert cache.late == twin.late and cache.held == twin.held
     good = tokens(2, 100, 2)
-    assert_same(cache.append(*good), twin.append(*good).dense())
+    assert_same(cache.append(*good), dense(twin.append(*good)))
     assert cache.late == twin.late
 
 
@@ -637,7 +637,7 @@ def test_transformed_keys_come_back(kind: str) -> None:
     cache.crop(120)
     cache.append(*tokens(2, 90, 9))
     keys = torch.cat([torch.cat([k for k, _ in given], dim=2)[:, :, :141], tokens(2, 90, 9)[0]], dim=2)
-    torch.testing.assert_close(cache.view().dense()[0], keys, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dense(cache.view())[0], keys, rtol=1e-5, atol=1e-4)
     assert any(cache.late)
 
 
@@ -646,7 +646,7 @@ def test_rotated_keys_come_back() -> None:
     keys, values = tokens(2, 200, 0, share=0.05)
     view = cache.append(keys, values)
     assert any(cache.late)
-    assert float((cache.view().dense()[1] - values).norm() / values.norm()) < 0.15
+    assert float((dense(cache.view())[1] - values).norm() / values.norm()) < 0.15
     attend_both(view, 3)
     attend_both(cache.view(), 1)
 

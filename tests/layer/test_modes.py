@@ -18,6 +18,7 @@ import kvbits
 import stored
 import zoo
 from kvbits.attend import Call, attend
+from kvbits.attend.dense import dense
 from kvbits.hf.attention import attention
 from kvbits.hf.handle import Pair, Trace
 from kvbits.hf.names import cache_name
@@ -91,9 +92,9 @@ def test_what_is_stored_and_attended_does_not_depend_on_autocast(scheme: str) ->
             view = core.append(keys[:, :, :1], values[:, :, :1])
             out, _ = attention(module, query, *Pair(view, Trace()).handles(), None, stock="sdpa")
             assert torch.equal(attend(Call(query, view, 0.125)).transpose(1, 2), out)
-            dense = Pair(view, Trace()).dense()
+            shown = Pair(view, Trace()).dense()
             core.crop(100)
-        results.append((*stored.row_of(core, 0), out, *dense))
+        results.append((*stored.row_of(core, 0), out, *shown))
     stored.assert_same(*results)
     assert Call(query, view, 1.0).query.dtype == torch.float32
 
@@ -102,7 +103,7 @@ def test_types_of_keys_and_of_values_stay_what_they_are() -> None:
     cache = LayerCache(Scheme.parse("int4"), name="layer 2")
     x = torch.randn(1, 2, 300, 64)
     cache.append(x, x.bfloat16())
-    keys, values = cache.view().dense()
+    keys, values = dense(cache.view())
     assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
     with pytest.raises(
         ValueError, match=r"layer 2: the cache holds keys torch\.float32 and values torch\.bfloat16 on .*autocast"

@@ -10,6 +10,7 @@ import torch
 
 from kernel_calls import FLOATS, PLAIN, SPELLINGS, UNLIKE, assert_native, cached_view, each_isa, same, view_in
 from kvbits.attend import Call, attend, choose, explain, native
+from kvbits.attend.dense import decode
 from kvbits.codecs import Affine, Exact
 from kvbits.schemes.scheme import Scheme
 from kvbits.transform import Transform
@@ -43,7 +44,7 @@ def test_every_codec(spelling: str, counts: tuple[int, ...], isa: str) -> None:
 def test_what_is_decoded_natively_are_the_bits_of_the_codec(spelling: str, dtype: torch.dtype, isa: str) -> None:
     view = cached_view(UNLIKE, (300, 1), f"{spelling},residual=20,sinks=4,block=128", dtype=dtype)
     view = dataclasses.replace(view, key_transform=Transform(), value_transform=Transform())
-    for got, right in zip(native.decode(view), view.decode(0, view.blocks.longest), strict=True):
+    for got, right in zip(native.decode(view), decode(view, 0, view.blocks.longest), strict=True):
         assert torch.equal(got, right.to(dtype))
 
 
@@ -107,7 +108,7 @@ def test_formats_of_codecs_to_come(name: str, side: str, isa: str) -> None:
         assert view.blocks.longest == 3
         assert_native(Call(query_for(view, UNLIKE, counts[-1]), view, 0.12))
         if side == "both":
-            for got, right in zip(native.decode(view), view.decode(0, view.blocks.longest), strict=True):
+            for got, right in zip(native.decode(view), decode(view, 0, view.blocks.longest), strict=True):
                 assert torch.allclose(got, right, rtol=1e-6, atol=1e-6)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from kernel_calls import ISAS, PLAIN, _native, assert_native, decoded, same
 from kvbits.attend import Call, attend, explain, native
+from kvbits.attend.dense import dense
 from kvbits.backends import instruction_set
 from views import NATIVE_ERROR, Shape, plain_attention, query_for, view_of
 
@@ -51,7 +52,7 @@ def test_without_the_module_the_reference_runs(queries: int, monkeypatch: pytest
     monkeypatch.setattr(native, "library", lambda: (None, 0, why))
     assert (explain(call)[0], explain(call)[-1]) == (f"native: {why}", "reference: runs")
     assert same(attend(call), right, NATIVE_ERROR)
-    for got, expected in zip(view.dense(), decoded(view), strict=True):
+    for got, expected in zip(dense(view), decoded(view), strict=True):
         assert torch.equal(got.double(), expected)
 
 

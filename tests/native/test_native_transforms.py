@@ -160,7 +160,9 @@ def test_rope_where_tokens_behind_the_sinks_are_gone(isa: str) -> None:
     """Sinks that stay while blocks behind them are dropped: own tokens then have a gap, and so do the angles."""
     whole = view_of(PLAIN, (190, 3))
     blocks = whole.blocks
-    left = Blocks(blocks.record, blocks.pool, blocks.table[:, 2:], tuple(n - 2 for n in blocks.counts), False)
+    left = Blocks(
+        blocks.record, blocks.pool, blocks.table[:, 2:], tuple(n - 2 for n in blocks.counts), False, blocks.derived
+    )
     view = dataclasses.replace(whole, blocks=left, dropped=64)
     view = dataclasses.replace(view, key_transform=Transform(rope=rope_of(view, 32)))
     mask = causal(view, 3)[None, None].clone()

@@ -14,6 +14,7 @@ import kvbits
 import ranks
 import zoo
 from kvbits.attend import KERNELS, Call
+from kvbits.attend.dense import dense
 from kvbits.hf.names import cache_name
 from kvbits.layer.cache import LayerCache
 from kvbits.parallel.join import merge, with_sinks
@@ -90,7 +91,7 @@ def test_a_kernel_reshards_the_log_of_its_sums(scheme: str, queries: int, kernel
     whole = chosen.run(call)
     out, log_sums = merge(*(torch.stack(x) for x in zip(*parts, strict=True)))
     torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-5)
-    keys = view.dense()[0].double().repeat_interleave(2, 1)
+    keys = dense(view)[0].double().repeat_interleave(2, 1)
     scores = 5.0 * torch.tanh(call.query.double() @ keys.transpose(-1, -2) * 0.3 / 5.0)
     columns = torch.arange(scores.shape[-1])
     later = columns > columns[-queries:, None]

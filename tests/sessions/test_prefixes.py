@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import kvbits
 import zoo
+from kvbits.attend.dense import dense
 from kvbits.files.sealed import Sealed
 from kvbits.hf.cache import KVCache
 from kvbits.hf.names import cache_name
@@ -233,7 +234,7 @@ def test_whole_blocks(scheme: str, count: int) -> None:
         None, None, :, None
     ]  # some late sinks
     core.append(keys, values)
-    dense = [x.clone() for x in core.view().dense()]
+    shown = [x.clone() for x in dense(core.view())]
     for left in range(count + 1):
         whole = core.whole(left)
         assert left - 32 - 3 < whole <= left
@@ -244,7 +245,7 @@ def test_whole_blocks(scheme: str, count: int) -> None:
             cut = core._cut(0, count - kept, kept)
             assert (cut.border == 0) == (kept == whole) or (cut.border == 0 and cut.blocks == blocks), (left, kept)
         twin.crop(count - whole)
-        for now, then in zip(twin.view().dense(), dense, strict=True):
+        for now, then in zip(dense(twin.view()), shown, strict=True):
             assert torch.equal(now, then[:, :, :whole])
     assert core.whole(count + 5) == count
 

@@ -18,6 +18,7 @@ import transformers as hf
 
 import kvbits
 import zoo
+from kvbits.attend.dense import dense
 from kvbits.files import layer as layers
 from kvbits.files import sealed
 from kvbits.files.plain import from_plain, to_plain
@@ -412,7 +413,7 @@ def test_frequencies_that_a_model_changes_as_a_text_grows(tmp_path: Path) -> Non
     again = kvbits.load(tmp_path / "x", other)
     assert again.columns.rows.runs == loaded.columns.rows.runs  # known now
     for one, two in zip(cache.packed_layers, loaded.packed_layers, strict=True):
-        for a, b in zip(one.core.view().dense(), two.core.view().dense(), strict=True):
+        for a, b in zip(dense(one.core.view()), dense(two.core.view()), strict=True):
             assert torch.equal(a, b)
     with pytest.raises(ValueError, match="other rotary embeddings"):
         rotaries(other).adopt([torch.zeros(2, 7)])

@@ -40,7 +40,7 @@ class PlainStore:
         rows = range(len(self.rows)) if row is None else [row]
         self.seed += 1
         keys, values = blocks(len(rows), count, self.seed)
-        self.store.append(row, keys, values)
+        self.store.append([(row, keys, values)])
         for index, r in enumerate(rows):
             for n in range(count):
                 self.rows[r].append(
@@ -229,7 +229,7 @@ def test_pool_grows_by_an_eighth_and_copies_a_byte_a_bounded_number_of_times() -
     copied = capacity = 0
     for written in range(1, 600):
         held = store.used
-        store.append(None, keys, values)
+        store.append([(None, keys, values)])
         if store.pool.shape[0] != capacity:
             copied, capacity = copied + held, store.pool.shape[0]
         assert store.used == written and capacity <= written * 9 / 8 + 1
@@ -238,7 +238,7 @@ def test_pool_grows_by_an_eighth_and_copies_a_byte_a_bounded_number_of_times() -
 
 def test_a_first_fill_is_cut_to_fit() -> None:
     store = BlockStore(small_record(), HEADS, 2, torch.device("cpu"))
-    store.append(None, *blocks(2, 50, 0))
+    store.append([(None, *blocks(2, 50, 0))])
     assert store.pool.shape[0] == 100
 
 

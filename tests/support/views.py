@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvbits.attend import Call, KVView
+from kvbits.attend.dense import dense
 from kvbits.layer.cache import LayerCache
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.rows import Rows
@@ -77,7 +78,7 @@ def query_for(view: KVView, shape: Shape, count: int) -> torch.Tensor:
 def unrounded(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
     """All columns in float64, decoded values not rounded to the cache's type on the way."""
     wide = torch.promote_types(view.keys.dtype, torch.float32)
-    keys, values = dataclasses.replace(view, keys=view.keys.to(wide), values=view.values.to(wide)).dense()
+    keys, values = dense(dataclasses.replace(view, keys=view.keys.to(wide), values=view.values.to(wide)))
     return keys.double(), values.double()
 
 

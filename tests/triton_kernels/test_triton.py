@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits.attend import Call, choose, explain, reference
+from kvbits.attend.dense import dense
 from kvbits.attend.triton import decode as triton_decode
 from kvbits.attend.triton.tuning import Tuning, tuned
 from kvbits.codecs import Affine
@@ -343,7 +344,7 @@ def test_half_precision_error_is_at_most_twice_that_of_torch(dtype: torch.dtype)
     query = query_for(view, shape, 1)
     call = Call(query, view, 0.125)
     truth = plain_attention(call, torch.float64, *unrounded(view))
-    keys, values = view.dense()
+    keys, values = dense(view)
     torchs = scaled_dot_product_attention(query, keys, values, visible(call), scale=0.125, enable_gqa=True)
     error, allowed = ((x.double() - truth).square().mean().sqrt() for x in (run(call), torchs))
     assert 0 < float(error) <= 2 * float(allowed)

@@ -10,11 +10,11 @@ import torch
 from kvbits.attend import native, reference
 from kvbits.attend.call import Call, Partial
 from kvbits.attend.triton import decode as triton_decode
-from kvbits.attend.view import KVView, Share
+from kvbits.attend.view import KVView, Shard
 from kvbits.numerics.modes import without_autocast
 
 __all__ = [
-    "KERNELS", "Call", "KVView", "Kernel", "Partial", "Share", "attend", "choose", "explain",
+    "KERNELS", "Call", "KVView", "Kernel", "Partial", "Shard", "attend", "choose", "explain",
 ]  # fmt: skip
 
 
@@ -35,11 +35,11 @@ class Kernel:
     partial: Partial
 
     def joined(self) -> Kernel:
-        """The same for a view that others hold a share of."""
+        """The same for a view of one rank's shard."""
 
         def run(call: Call) -> torch.Tensor:
-            assert call.view.share is not None
-            return call.view.share.join(call, self.partial)
+            assert call.view.shard is not None
+            return call.view.shard.join(call, self.partial)
 
         return replace(self, run=run)
 
@@ -55,7 +55,7 @@ def choose(call: Call) -> Kernel:
     """The first kernel without a reason against it."""
     for kernel in KERNELS:
         if not kernel.why_not(call):
-            return kernel if call.view.share is None else kernel.joined()
+            return kernel if call.view.shard is None else kernel.joined()
     raise ValueError("no kernel fits this call: " + "; ".join(explain(call)))
 
 

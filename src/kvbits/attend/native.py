@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from kvbits.attend.call import Call
+from kvbits.attend.view import KVView
 from kvbits.backends import DTYPES, LEVELS, PER, library
 from kvbits.codecs import Codec
 from kvbits.numerics import groups
+from kvbits.store.derived import Kept
 from kvbits.store.record import Slot
 from kvbits.transform import Rope
 from kvbits.types import Params
-
-if TYPE_CHECKING:  # a view decodes itself with this kernel
-    from kvbits.attend.call import Call
-    from kvbits.attend.view import KVView
 
 QUERIES_AT_ONCE = 256
 """Query tokens that meet the history together: memory beside the cache does not grow with a longer chunk."""
@@ -148,11 +147,13 @@ class _Layout(NamedTuple):
 
 def _layout(view: KVView) -> _Layout:
     """Made once for a layer. Where nothing is packed, codecs may have nothing to say yet, and are not asked."""
-    memo = view.blocks.record.memo
-    name = "native" if view.blocks.longest else "native, nothing packed"
-    held: _Layout | None = memo.get(name)
+    derived, packed = view.blocks.derived, view.blocks.longest
+    held: _Layout | None = derived.layout if packed else derived.empty_layout
     if held is None or held.key_params is not view.key_params or held.value_params is not view.value_params:
-        memo[name] = held = _make_layout(view) if view.blocks.longest else _empty_layout(view)
+        if packed:
+            derived.layout = held = _make_layout(view)
+        else:
+            derived.empty_layout = held = _empty_layout(view)
     return held
 
 
@@ -231,7 +232,7 @@ def _transforms(view: KVView) -> tuple[Any, ...] | None:
     key, value = view.key_transform, view.value_transform
     if all(x is None for x in (key.mean, key.balance, key.rotation, key.rope, value.mean, value.rotation)):
         return None
-    parts = (key.mean, key.balance, key.rotation, value.mean, _back(view, value.rotation))
+    parts = (key.mean, key.balance, key.rotation, value.mean, _unrotation(view, value.rotation))
     own = tuple(None if x is None else x.float().contiguous() for x in parts)
     if key.rope is None:
         return (*own, None, None, None, False)
@@ -239,27 +240,28 @@ def _transforms(view: KVView) -> tuple[Any, ...] | None:
     return (*own, _steps(view, key.rope), *bases, key.whole)
 
 
-def _back(view: KVView, rotation: torch.Tensor | None) -> torch.Tensor | None:
+def _unrotation(view: KVView, rotation: torch.Tensor | None) -> torch.Tensor | None:
     """The inverse of a rotation, its rows side by side: made once for a layer."""
     if rotation is None:
         return None
-    memo, name = view.blocks.record.memo, "native back"
-    held: tuple[torch.Tensor, torch.Tensor] | None = memo.get(name)
-    if held is None or held[0] is not rotation:
-        memo[name] = held = rotation, rotation.float().t().contiguous()
-    return held[1]
+    derived = view.blocks.derived
+    kept = derived.value_unrotation
+    if kept is None or kept.source is not rotation:
+        derived.value_unrotation = kept = Kept(rotation, rotation.float().t().contiguous())
+    made: torch.Tensor = kept.made
+    return made
 
 
 def _steps(view: KVView, rope: Rope) -> Any:
     """The angles within a block, as the module lays them out: made once for a layer, like its layout."""
-    memo, name = view.blocks.record.memo, "native steps"
-    held = memo.get(name)
-    if held is None or held[0] is not rope.step_cos or held[1] is not rope.step_sin or held[2] != rope.interleaved:
+    derived = view.blocks.derived
+    kept = derived.steps
+    if kept is None or not rope.has(kept.source):
         module = library()[0]
         assert module is not None
         steps = module.Steps(rope.step_cos.float().contiguous(), rope.step_sin.float().contiguous(), rope.interleaved)
-        memo[name] = held = (rope.step_cos, rope.step_sin, rope.interleaved, steps)
-    return held[3]
+        derived.steps = kept = Kept(rope.steps, steps)
+    return kept.made
 
 
 def decode(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:

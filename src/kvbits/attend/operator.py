@@ -24,6 +24,7 @@ from kvbits.numerics import hadamard
 from kvbits.numerics.modes import without_autocast
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.blocks import Blocks
+from kvbits.store.derived import Derived
 from kvbits.store.record import Record
 from kvbits.store.rows import Rows
 from kvbits.transform import Rope, Transform
@@ -77,7 +78,9 @@ def attend_static(
     with without_autocast():
         if not why_triton_is_off(query.device):
             most = (table.shape[1],) * len(counts), (keys.shape[2],) * len(held)
-            view = layer.view(keys, values, Blocks(layer.record, pool, table, most[0], in_order), most[1])
+            view = layer.view(
+                keys, values, Blocks(layer.record, pool, table, most[0], in_order, layer.derived), most[1]
+            )
             call = Call(query, view, scaling, softcap=softcap, sink_logits=sink_logits)
             return triton_decode.run(call, (counts, held))
         blocks, exact = tuple(counts.tolist()), tuple(held.tolist())
@@ -87,7 +90,7 @@ def attend_static(
                 "each step, so that they are packed"
             )
         recent = slice(0, max(exact))
-        seen = Blocks(layer.record, pool, table[:, : max(blocks)], blocks, in_order)
+        seen = Blocks(layer.record, pool, table[:, : max(blocks)], blocks, in_order, layer.derived)
         view = layer.view(keys[:, :, recent], values[:, :, recent], seen, exact)
         call = Call(query, view, scaling, softcap=softcap, sink_logits=sink_logits)
         return choose(call).run(call).contiguous()
@@ -116,10 +119,11 @@ def _(
 
 @dataclass(frozen=True)
 class _Layer:
-    """What stays the same in a layer from step to step; what kernels derive from it is in its record's memo."""
+    """What stays the same in a layer from step to step, and what kernels derive from it."""
 
     scheme: Scheme
     record: Record
+    derived: Derived
     fitted: tuple[torch.Tensor, ...]
     params: tuple[Params, Params]
     transforms: tuple[Transform, Transform]
@@ -142,7 +146,7 @@ def refresh(pool: torch.Tensor) -> None:
     """Tell the layer with this pool that what it fitted was filled in: captured graphs read what is derived of it."""
     layer: _Layer | None = _LAYERS.get(pool)
     if layer is not None:
-        triton_decode.refresh(layer.record, (layer.scheme.key, layer.scheme.value), layer.params)
+        triton_decode.refresh(layer.derived, (layer.scheme.key, layer.scheme.value), layer.params)
 
 
 def _layer_of(
@@ -178,7 +182,7 @@ def _make_layer(
         rope = Rope(known["base_cos"], known["base_sin"], known["step_cos"], known["step_sin"], pairs)
     key = Transform(params[0].get("mean"), rotations[0], rope, scheme.pre_rope, params[0].get("balance"))
     transforms = key, Transform(rotation=rotations[1])
-    return _Layer(scheme, record, tuple(fitted), (params[0], params[1]), transforms)
+    return _Layer(scheme, record, Derived(), tuple(fitted), (params[0], params[1]), transforms)
 
 
 ANGLES = ("base_cos", "base_sin", "step_cos", "step_sin")

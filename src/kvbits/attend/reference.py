@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbits.attend.call import Call
+from kvbits.attend.dense import decode_into
 from kvbits.numerics.cast import narrow
 
 TILE_ELEMENTS = 2**19
@@ -85,7 +86,7 @@ def _one_piece(call: Call, grouped: torch.Tensor) -> torch.Tensor:
     packed = view.blocks.longest * view.blocks.record.tokens
     keys, values = _room(call, packed + view.keys.shape[2], grouped.dtype)
     if packed:
-        view.decode_into(keys[:, :, :packed], values[:, :, :packed], 0, view.blocks.longest)
+        decode_into(view, keys[:, :, :packed], values[:, :, :packed], 0, view.blocks.longest)
     keys[:, :, packed:], values[:, :, packed:] = view.keys, view.values
     out = scaled_dot_product_attention(grouped.squeeze(3), keys, values, scale=call.scaling)  # [B, H, G, Dv]
     return out.flatten(1, 2).unsqueeze(2)
@@ -174,7 +175,7 @@ def _pieces(call: Call, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torc
     for first in range(0, blocks.longest, step):
         last = min(first + step, blocks.longest)
         tile = slice(0, (last - first) * block)
-        view.decode_into(keys[:, :, tile], values[:, :, tile], first, last)
+        decode_into(view, keys[:, :, tile], values[:, :, tile], first, last)
         mask = None if plain else functools.partial(_mask, call, *view.packed_tokens(first, last, device))
         yield keys[:, :, tile], values[:, :, tile], mask
     token, live = view.exact_tokens(device)

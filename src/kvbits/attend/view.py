@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from kvbits.attend import native
-from kvbits.numerics.cast import narrow
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.blocks import Blocks
+from kvbits.store.derived import Kept
 from kvbits.store.late_sinks import Late, listed, not_late, own_numbers
 from kvbits.store.rows import Rows
-from kvbits.transform import Transform
+from kvbits.transform import NOTHING, Transform
 from kvbits.types import Params
 
-if TYPE_CHECKING:  # a call is made of a view
-    from kvbits.attend.call import Call, Partial
 
-STORED_ORDER = "stored order"
-"""Where a layer's memo has the order of its tokens, if there are late sinks."""
+class Shard(Protocol):
+    """How attention over the packed blocks of one rank becomes attention over those of all ranks."""
 
-_NO_TRANSFORM = Transform()
-
-
-class Share(Protocol):
-    """The others that hold the rest of a layer's context."""
-
-    def join(self, call: Call, partial: Partial) -> torch.Tensor:
+    def join(self, call: Any, partial: Any) -> torch.Tensor:
         """Attention over the whole context, ``[B, Hq, q, Dv]`` in the query's dtype.
 
         Args:
-            call: over what is held here.
-            partial: runs a call over one piece of the context; see :class:`kvbits.attend.Kernel`.
+            call: a :class:`kvbits.attend.Call` over this rank's shard; Any, for a call is made of a view.
+            partial: a :data:`kvbits.attend.call.Partial`, which runs a call over one piece of the context.
         """
         ...
 
@@ -59,8 +50,8 @@ class KVView:
         offset: the first column that the layer may still see; masks begin there.
         key_transform, value_transform: what was done to packed keys and values before they were encoded.
         late: the late sinks of each row; () where no row has any.
-        share: whoever holds the other packed blocks; None where all of them are here. Kernels then read
-            :meth:`packed_only` and :meth:`exact_only`, since the tokens of the whole cannot be numbered.
+        shard: how these packed blocks join those of other ranks; None where all blocks are here. Kernels then read
+            :meth:`packed_only` and :meth:`exact_only`, since the tokens of the whole context cannot be numbered.
     """
 
     scheme: Scheme
@@ -74,10 +65,10 @@ class KVView:
     rows: Rows
     dropped: int = 0
     offset: int = 0
-    key_transform: Transform = _NO_TRANSFORM
-    value_transform: Transform = _NO_TRANSFORM
+    key_transform: Transform = NOTHING
+    value_transform: Transform = NOTHING
     late: Late = ()
-    share: Share | None = None
+    shard: Shard | None = None
 
     def exact_only(self, newest: int = 0) -> KVView:
         """The same without its packed blocks, and without the ``newest`` tokens. Of unpadded rows."""
@@ -87,18 +78,18 @@ class KVView:
             blocks=replace(self.blocks, counts=(0,) * len(self.held)),
         )  # fmt: skip
         rows = self.rows.crop(newest) if newest else self.rows
-        return replace(exact, rows=rows, dropped=rows.columns - held, share=None)._of_known_blocks()
+        return replace(exact, rows=rows, dropped=rows.columns - held, shard=None)._of_known_blocks()
 
     def packed_only(self) -> KVView:
         """The same without its exact tokens, for queries that are newer than all of its blocks. Of unpadded rows."""
         packed = replace(self, keys=self.keys[:, :, :0], values=self.values[:, :, :0], held=(0,) * len(self.held))
-        return replace(packed, late=(), share=None)._of_known_blocks()
+        return replace(packed, late=(), shard=None)._of_known_blocks()
 
     def _of_known_blocks(self) -> KVView:
         """The same, without transforms where nothing is packed that they could be of."""
         if self.blocks.longest:
             return self
-        return replace(self, key_transform=_NO_TRANSFORM, value_transform=_NO_TRANSFORM)
+        return replace(self, key_transform=NOTHING, value_transform=NOTHING)
 
     @property
     def even(self) -> bool:
@@ -133,69 +124,6 @@ class KVView:
             token = torch.where((found >= 0) & (found < few), listed(self.late, found.expand_as(token)), token)
         return token, slot < torch.tensor(self.held, device=device)[:, None]
 
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All columns from ``offset`` on, decoded: ``[B, H, columns, Dk]`` and ``[B, H, columns, Dv]``.
-
-        Padding, and what a sliding window has left behind, is zero. Where nothing is packed and nothing padded this
-        is the exact buffer itself, uncopied.
-        """
-        if self.share is not None:
-            raise NotImplementedError(
-                "this layer's keys and values are spread over several ranks and cannot be decoded in one place: "
-                "leave out what needs that (output_attentions, dropout), and take a model whose layers kvbits.explain "
-                "does not call decoded"
-            )
-        if self.blocks.longest == 0 and self.rows.valid is None and self.dropped == 0:
-            return self.keys[:, :, self.offset :], self.values[:, :, self.offset :]
-        sides = [(self.keys, self.keys[:, :, :0]), (self.values, self.values[:, :, :0])]
-        if self.blocks.longest:
-            keys, values = self._decode_all()
-            sides = [(self.keys, narrow(keys, self.keys.dtype)), (self.values, narrow(values, self.values.dtype))]
-        keys, values = (self._in_columns(exact, decoded) for exact, decoded in sides)
-        return keys, values
-
-    def _decode_all(self) -> tuple[torch.Tensor, torch.Tensor]:
-        transformed = not (self.key_transform.is_nothing and self.value_transform.is_nothing)
-        if transformed or native.why_not_view(self):
-            return self.decode(0, self.blocks.longest)
-        return native.decode(self)
-
-    def decode(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks ``first .. last - 1`` of all rows decoded: ``[B, H, n * block, Dk]`` and ``[B, H, n * block, Dv]``."""
-        keys, values = self.blocks.read(first, last)
-        return (
-            self.key_transform.undo(self.scheme.key.decode(keys, self.key_params).flatten(2, 3), first),
-            self.value_transform.undo(self.scheme.value.decode(values, self.value_params).flatten(2, 3), first),
-        )
-
-    def decode_into(self, keys: torch.Tensor, values: torch.Tensor, first: int, last: int) -> None:
-        """As :meth:`decode`, into float ``keys`` and ``values``."""
-        packed_keys, packed_values = self.blocks.read(first, last)
-        block = self.blocks.record.tokens
-        for out, packed, codec, params, transform in (
-            (keys, packed_keys, self.scheme.key, self.key_params, self.key_transform),
-            (values, packed_values, self.scheme.value, self.value_params, self.value_transform),
-        ):
-            codec.decode_into(out.unflatten(2, (-1, block)), packed, params)
-            if not transform.is_nothing:
-                out.copy_(transform.undo(out, first))
-
-    def _in_columns(self, exact: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """Own tokens ``[B, H, L, D]`` and ``[B, H, N * block, D]`` put where the model's columns are."""
-        if self.rows.valid is None and self.dropped <= self.offset and not self.late and self.even:
-            # Own tokens are columns: sinks, packed, recent.
-            skip = self.offset - self.dropped
-            return torch.cat([exact[:, :, : self.sinks], decoded, exact[:, :, self.sinks :]], dim=2)[:, :, skip:]
-        batch, heads, _, channels = exact.shape
-        device, columns = exact.device, self.kv_columns
-        pieces = ((exact, *self.exact_tokens(device)), (decoded, *self.packed_tokens(0, self.blocks.longest, device)))
-        out = exact.new_zeros(batch, columns + 1, heads, channels)  # the last column is thrown away
-        for x, token, live in pieces:
-            column = self.columns_of(token.expand(batch, -1)) - self.offset
-            column = torch.where(live & (column >= 0), column, columns)[:, :, None, None]
-            out.scatter_(1, column.expand(-1, -1, heads, channels), x.transpose(1, 2))
-        return out[:, :columns].transpose(1, 2).contiguous()
-
     def columns_of(self, token: torch.Tensor) -> torch.Tensor:
         """Columns of own tokens ``[B, n]``; meaningless, but in range, for tokens that a row does not have."""
         column_of = self.rows.column_of
@@ -222,12 +150,11 @@ class KVView:
 
         Made once for a layer until it packs again: what later steps add stands where it does in the text.
         """
-        memo, tokens, block = self.blocks.record.memo, max(self.rows.counts), self.blocks.record.tokens
-        state = self.late, self.sinks, self.blocks.counts
-        held = memo.get(STORED_ORDER)
-        if held is None or held[0] != state or held[1].shape[1] < tokens:
+        tokens, block = max(self.rows.counts), self.blocks.record.tokens
+        state, kept = (self.late, self.sinks, self.blocks.counts), self.blocks.derived.stored_order
+        if kept is None or kept.source != state or kept.made.shape[1] < tokens:
             packed = [count * block for count in self.blocks.counts]
             own = own_numbers(self.late, self.sinks, packed, tokens + block, self.keys.device)
-            memo[STORED_ORDER] = held = state, own.int()
-        order: torch.Tensor = held[1][:, :tokens]
+            self.blocks.derived.stored_order = kept = Kept(state, own.int())
+        order: torch.Tensor = kept.made[:, :tokens]
         return order

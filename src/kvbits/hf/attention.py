@@ -159,7 +159,7 @@ def _over_packed(
         query.detach(),
         pair.view,
         scaling,
-        mask=None if mask is None or pair.view.share is not None else mask.detach(),  # shares are causal, unpadded
+        mask=None if mask is None or pair.view.shard is not None else mask.detach(),  # shards are causal, unpadded
         softcap=softcap,
         sink_logits=None if sinks is None else sinks.detach(),
     )

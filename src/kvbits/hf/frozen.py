@@ -19,7 +19,6 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbits.backends import why_triton_is_off
-from kvbits.codecs import Exact
 from kvbits.hf.cache import KVCache, OfModel
 from kvbits.hf.layer import PackedLayer
 from kvbits.hf.stock import ATTENTION
@@ -376,7 +375,7 @@ def _frozen_layers(cache: KVCache, capacity: int) -> list[FrozenLayer]:
 def _is_exact(layer: PackedLayer) -> bool:
     """Whether nothing is lost in a ring of what the layer holds."""
     scheme = layer.core.scheme
-    return isinstance(scheme.key, Exact) and isinstance(scheme.value, Exact)
+    return scheme.is_exact
 
 
 def _kinds(cache: KVCache) -> list[str]:

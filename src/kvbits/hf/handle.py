@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from kvbits.attend import KVView
+from kvbits.attend.dense import dense
 from kvbits.hf.gradient import refuse
 from kvbits.numerics.modes import outside_graphs, without_autocast
 
@@ -47,7 +48,7 @@ class Pair:
         if self._dense is None:
             self.trace.outcome = "decoded"
             with without_autocast():
-                keys, values = self.view.dense()
+                keys, values = dense(self.view)
             self._dense = keys.contiguous(), values.contiguous()  # the strides that a handle claims to have
         return self._dense
 

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvbits.attend import KVView
+from kvbits.attend.dense import dense
 from kvbits.hf.columns import Columns
 from kvbits.hf.gradient import end_of_gradients
 from kvbits.hf.handle import Pair, Trace
@@ -44,12 +45,12 @@ class PackedLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """Decoded keys ``[B, H, T, D]``, computed anew at each look; None while empty."""
-        return None if self.core.keys is None else self.core.view().dense()[0]
+        return None if self.core.keys is None else dense(self.core.view())[0]
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """Decoded values ``[B, H, T, D]``, computed anew at each look; None while empty."""
-        return None if self.core.keys is None else self.core.view().dense()[1]
+        return None if self.core.keys is None else dense(self.core.view())[1]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to prepare: the first update sees the real shapes."""
@@ -72,10 +73,10 @@ class PackedLayer(CacheLayerMixin):
             view: None stands for all that the layer holds now.
         """
         ends = self.swallowed and torch.is_grad_enabled()
-        packed = any(self.core.packed_blocks) if view is None else view.blocks.longest > 0 or view.share is not None
+        packed = any(self.core.packed_blocks) if view is None else view.blocks.longest > 0 or view.shard is not None
         if packed:
             return Pair(self.core.view() if view is None else view, self.trace, ends).handles()
-        keys, values = self.core.exact() if view is None else view.dense()
+        keys, values = self.core.exact() if view is None else dense(view)
         return (end_of_gradients(keys), end_of_gradients(values)) if ends else (keys, values)
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KVView | None:

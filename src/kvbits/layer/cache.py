@@ -10,7 +10,7 @@ tokens back among the recent ones.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,12 +18,12 @@ import torch
 
 from kvbits.attend import KVView
 from kvbits.encode import Unsound, encode
-from kvbits.layer.first_fit import fit_first
+from kvbits.layer.first_fit import fit_first, fitted_in
 from kvbits.layer.held import Layer, outlasting
-from kvbits.layer.packing import Due, Encoded, Work
+from kvbits.layer.packing import DueBlocks, Encoded, Plan, ToPack
 from kvbits.store.blocks import BlockStore
-from kvbits.store.crop import Cut, cut_row, whole_tokens
-from kvbits.store.exact import Buffers, refuse_unlike
+from kvbits.store.crop import Crop, crop_row, whole_tokens
+from kvbits.store.exact import ExactTokens, refuse_unlike
 from kvbits.store.late_sinks import Late, take_out
 from kvbits.store.record import Record
 from kvbits.store.rows import Rows
@@ -74,22 +74,25 @@ class LayerCache(Layer):
         rows = self.rows.extend(batch, added) if rows is None else rows
         assert rows.columns == self.columns + added and rows.batch == batch
         fresh = self.buffers is None
-        if fresh:
-            self._allocate(keys, values)
+        try:
+            if fresh:
+                self._allocate(keys, values)
+            return self._append(keys, values, rows)
+        except Exception:
+            if fresh:
+                self.reset()  # so that another batch may follow
+            raise
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, rows: Rows) -> KVView:
         assert self.buffers is not None
-        old = self.rows.counts or (0,) * batch
+        old = self.rows.counts or (0,) * rows.batch
         total = [held + new - before for held, new, before in zip(self.held, rows.counts, old, strict=True)]
         offset = 0 if self.window is None else max(0, self.columns - self.window + 1)
         if self.limits.packable(max(total, default=0)) == 0:
             self.buffers.append(keys, values, total, rows, self.limits)
             self.rows = rows
             return self.view(offset)
-        try:
-            view = self._append_and_pack(keys, values, rows, total, offset)
-        except Exception:
-            if fresh:
-                self.reset()  # so that another batch may follow
-            raise
+        view = self._append_and_pack(keys, values, rows, total, offset)
         self._slide()
         return view
 
@@ -117,80 +120,76 @@ class LayerCache(Layer):
     def _append_and_pack(
         self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, total: list[int], offset: int
     ) -> KVView:
-        """The path where blocks fill: encode first, then take the new state, so that an error changes nothing."""
-        assert self.buffers is not None
-        buffers, blocks = self.buffers, [self.limits.packable(tokens) for tokens in total]
-        sides = buffers.joined(keys, values, total, rows)
-        packed, count = ([n * self.scheme.block for n in ns] for ns in (self.packed_blocks, blocks))
-        late, order = take_out(sides[0], buffers.late, total, packed, count, self.limits)
-        work = [Work(side, order) for side in sides]
-        # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
-        together = rows.valid is None and buffers.even
-        due = Due([(None, blocks[0])] if together else list(enumerate(blocks)), self.packed_blocks, self.limits)
-        most = max(old + new for old, new in zip(self.packed_blocks, blocks, strict=True))
+        """Append where blocks are due. An error leaves the layer as it was: nothing changes before the last step.
 
-        def transforms(key_params: Params) -> tuple[Transform, Transform]:
-            return self._transforms.of(key_params, rows, self.dropped, most, *sides)
-
-        key_params, key_fitted = self._fit(0, work[0], due, transforms)
-        value_params, value_fitted = self._fit(1, work[1], due, transforms)
-        transform = transforms(key_params)
-        encoded = [
-            (row, self._encode(0, work[0], row, range(count), key_params, transform[0]),
-             self._encode(1, work[1], row, range(count), value_params, transform[1]))
-            for row, count in due.ranges if count
-        ]  # fmt: skip
-        self._make_room(encoded, most)
-        left = [tokens - count * self.scheme.block for tokens, count in zip(total, blocks, strict=True)]
-        rest = [side.rest(total, left, self.limits) for side in work]
-        # Nothing below allocates or can fail.
-        self.rows, buffers.held = rows, total
-        self.key_params, self.value_params, self.is_final = key_params, value_params, (key_fitted, value_fitted)
-        view = self._view(sides[0], sides[1], offset)
-        self._keep(encoded, blocks)
-        buffers.keys, buffers.values = rest
-        buffers.hold(left, late)
+        Args:
+            keys, values, rows: as :meth:`append` takes them.
+            total: exact tokens of each row, the new ones included.
+            offset: the first column that the view shows.
+        """
+        assert self.store is not None
+        plan = self._plan(keys, values, rows, total)
+        pieces = self._encode(plan)
+        self.store.make_room(pieces)
+        rest = [side.rest(total, plan.left, self.limits) for side in plan.sides]
+        view = self._view(plan.sides[0].tokens, plan.sides[1].tokens, total, rows, offset)
+        self._commit(plan, pieces, rest)
         return view
 
-    def _fit(
-        self, side: int, work: Work, due: Due, transforms: Callable[[Params], tuple[Transform, Transform]]
-    ) -> tuple[Params, bool]:
-        """What is known of one side once ``due`` is packed, and whether that is final; nothing changes."""
+    def _plan(self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, total: list[int]) -> Plan:
+        """Which tokens are packed, what is fitted to them first, and how they are transformed."""
+        assert self.buffers is not None
+        buffers, block = self.buffers, self.scheme.block
+        blocks = [self.limits.packable(tokens) for tokens in total]
+        sides = buffers.joined(keys, values, total, rows)
+        packed, count = ([n * block for n in ns] for ns in (self.packed_blocks, blocks))
+        late, order = take_out(sides[0], buffers.late, total, packed, count, self.limits)
+        to_pack = ToPack(sides[0], order), ToPack(sides[1], order)
+        # Where all rows hold the same they are encoded together, else each by itself: the bits are the same.
+        together = rows.valid is None and buffers.even
+        due = DueBlocks([(None, blocks[0])] if together else list(enumerate(blocks)), self.packed_blocks, self.limits)
+        most = max(old + new for old, new in zip(self.packed_blocks, blocks, strict=True))
+        made = self._transforms.make(self.key_params, rows, self.dropped, most, *sides)
+        key_params, key_final = self._fit(0, due, to_pack[0], made.key)
+        value_params, value_final = self._fit(1, due, to_pack[1], made.value)
+        return Plan(
+            rows, due, blocks, [tokens - n for tokens, n in zip(total, count, strict=True)], late, to_pack,
+            (key_params, value_params), (key_final, value_final), made._replace(key=fitted_in(made.key, key_params)),
+        )  # fmt: skip
+
+    def _fit(self, side: int, due: DueBlocks, to_pack: ToPack, transform: Transform) -> tuple[Params, bool]:
+        """Params of one side once ``due`` is packed, and whether they are final."""
         params = (self.key_params, self.value_params)[side]
         if self.is_final[side]:
             return params, True
-        samples, transform = partial(due.samples, work), (lambda known: transforms(known)[side])
+        samples = partial(due.samples, to_pack)
         return fit_first(self.scheme, side, self.calibrated[side], params.get("mean"), samples, transform)
 
-    def _make_room(self, encoded: Encoded, most: int) -> None:
-        """Make room for blocks, so that :meth:`_keep` cannot fail; ``most`` are those of the longest row then."""
-        assert self.store is not None
-        shapes = [next(iter(piece.values())).shape for _, keys, _ in encoded for piece in keys]  # [B, H, n, ...]
-        self.store.reserve(sum(shape[0] * shape[2] for shape in shapes), most)
+    def _encode(self, plan: Plan) -> Encoded:
+        """The due blocks in few bits, as the store takes them."""
+        pieces: Encoded = []
+        for row, count in plan.due.ranges:
+            if not count:
+                continue
+            keys, values = (
+                self._encode_side(side, plan.sides[side], row, range(count), plan.params[side], transform)
+                for side, transform in enumerate((plan.transforms.key, plan.transforms.value))
+            )
+            pieces += [(row, *pair) for pair in zip(keys, values, strict=True)]
+        return pieces
 
-    def _keep(self, encoded: Encoded, blocks: list[int]) -> None:
-        """Take the blocks that were encoded; ``blocks`` of each row."""
-        assert self.store is not None
-        for row, packed_keys, packed_values in encoded:
-            for piece_keys, piece_values in zip(packed_keys, packed_values, strict=True):
-                self.store.append(row, piece_keys, piece_values)
-
-    def _begin(self, row: int | None) -> int:
-        """The first block that is new in a row."""
-        return self.packed_blocks[row or 0]
-
-    def _encode(
-        self, side: int, work: Work, row: int | None, blocks: range, params: Params, transform: Transform
+    def _encode_side(
+        self, side: int, to_pack: ToPack, row: int | None, blocks: range, params: Params, transform: Transform
     ) -> list[Packed]:
-        """Encode some of the ``blocks`` that a row packs now, counted from 0."""
+        """Encode some of the ``blocks`` of one side that a row packs now, counted from 0."""
         block, sinks = self.scheme.block, self.sinks
         codec, what = ((self.scheme.key, "keys"), (self.scheme.value, "values"))[side]
         transform = transform.of_row(row)
         packed = []
         for first in range(blocks.start, blocks.stop, ENCODE_BLOCKS):
             last = min(blocks.stop, first + ENCODE_BLOCKS)
-            piece = work.take(row, sinks + first * block, sinks + last * block).unflatten(2, (-1, block))
-            number, still = self._begin(row) + first, transform
+            piece = to_pack.take(row, sinks + first * block, sinks + last * block).unflatten(2, (-1, block))
+            number, still = self.packed_blocks[row or 0] + first, transform
             looks = codec.saturates and what not in self.warned
             if looks:
                 piece, still = transform.apply_to_blocks(piece, number), NOTHING
@@ -202,6 +201,16 @@ class LayerCache(Layer):
                 self.warned.add(what)
                 warnings.warn(f"{self.name}, {what}: {warning}", RuntimeWarning, stacklevel=2)
         return packed
+
+    def _commit(self, plan: Plan, pieces: Encoded, rest: list[torch.Tensor]) -> None:
+        """Take the new state. The store takes all pieces or, where that fails, none; the rest are assignments."""
+        assert self.buffers is not None and self.store is not None
+        self.store.append(pieces)
+        self.rows, self.is_final = plan.rows, plan.is_final
+        self.key_params, self.value_params = plan.params
+        self._transforms.keep(plan.transforms)
+        self.buffers.keys, self.buffers.values = rest
+        self.buffers.hold(plan.left, plan.late)
 
     def _unsound(self, side: int, found: Unsound) -> ValueError:
         codec, what = ((self.scheme.key, "keys"), (self.scheme.value, "values"))[side]
@@ -256,7 +265,7 @@ class LayerCache(Layer):
             return True
         # The buffers from before a block was packed are as they were: what stays exact went into new ones.
         self._truncate(before.counts)
-        self.rows, self.buffers = before.rows, Buffers(before.keys, before.values, before.held, before.late)
+        self.rows, self.buffers = before.rows, ExactTokens(before.keys, before.values, before.held, before.late)
         return True
 
     @outlasting
@@ -279,18 +288,18 @@ class LayerCache(Layer):
                 f"{self.name}: cannot take back {columns} columns, the sliding window of {self.window} tokens has "
                 f"left behind what the rest would see; at most {self.scheme.block} can be taken back"
             )
-        cuts = [self._cut(row, tokens, rows.counts[row]) for row, tokens in enumerate(gone)]
-        if [cut.blocks for cut in cuts] == self.packed_blocks:
-            self.buffers.crop(cuts, self.limits)
+        crops = [self._crop_of(row, tokens, rows.counts[row]) for row, tokens in enumerate(gone)]
+        if [crop.blocks for crop in crops] == self.packed_blocks:
+            self.buffers.crop(crops, self.limits)
         else:
-            self.buffers.crop_further(cuts, self.limits, partial(self._decoded, self.view(), cuts))
-            self._truncate([cut.blocks for cut in cuts])
+            self.buffers.crop_further(crops, self.limits, partial(self._decoded, self.view(), crops))
+            self._truncate([crop.blocks for crop in crops])
             self.store.trim()
         self.rows = rows
 
-    def _cut(self, row: int, gone: int, left: int) -> Cut:
+    def _crop_of(self, row: int, gone: int, left: int) -> Crop:
         """What is left of a row when it loses its last ``gone`` own tokens and keeps the first ``left``."""
-        return cut_row(gone, left, self.held[row], self.packed_blocks[row], self.late[row], self.limits)
+        return crop_row(gone, left, self.held[row], self.packed_blocks[row], self.late[row], self.limits)
 
     def whole(self, columns: int) -> int:
         """How many of the first ``columns`` columns a crop may keep so that no block has to be decoded.
@@ -303,12 +312,12 @@ class LayerCache(Layer):
             return 0
         return whole_tokens(columns, self.packed_blocks[0], self.late[0], self.limits)
 
-    def _decoded(self, view: KVView, cuts: Sequence[Cut], side: int, row: int) -> torch.Tensor:
-        """The block that the cut through a row goes through, as attention sees it: ``[H, block, D]``.
+    def _decoded(self, view: KVView, crops: Sequence[Crop], side: int, row: int) -> torch.Tensor:
+        """The block that the crop of a row goes through, as attention sees it: ``[H, block, D]``.
 
         Only that one block of a row is ever decoded, however far back a crop goes.
         """
-        first = cuts[row].blocks
+        first = crops[row].blocks
         codec, params, transform = (
             (self.scheme.key, self.key_params, view.key_transform),
             (self.scheme.value, self.value_params, view.value_transform),
@@ -341,4 +350,4 @@ class LayerCache(Layer):
         scheme = self.scheme
         record = Record.of(scheme.key, scheme.value, scheme.block, channels, values.shape[3], keys.dtype, values.dtype)
         self.store = BlockStore(record, heads, batch, keys.device)
-        self.buffers = Buffers.empty(keys, values)
+        self.buffers = ExactTokens.empty(keys, values)

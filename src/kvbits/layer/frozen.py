@@ -16,7 +16,6 @@ What cannot be captured is packing, once every ``block`` steps; the host does it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -27,8 +26,7 @@ from kvbits.backends import why_triton_is_off
 from kvbits.layer.cache import LayerCache
 from kvbits.store import huge_pages
 from kvbits.store.blocks import BlockStore
-from kvbits.store.exact import Buffers
-from kvbits.store.record import Memo
+from kvbits.store.exact import ExactTokens
 from kvbits.store.rows import Rows
 
 
@@ -221,7 +219,7 @@ class FrozenLayerCache:
             )
         assert core.store is not None
         batch = len(core.held)
-        core.rows, core.buffers = Rows(batch), Buffers(self.keys, self.values, [0] * batch, ((),) * batch)
+        core.rows, core.buffers = Rows(batch), ExactTokens(self.keys, self.values, [0] * batch, ((),) * batch)
         core.store.truncate([0] * batch)
         core.store.used = 0
         (core.key_params, core.value_params), core.is_final, core.warned = core.calibrated, (False, False), set()
@@ -245,8 +243,7 @@ def _roomy(cache: LayerCache, capacity: int) -> LayerCache:
     ]
     order, table = cache.store.in_table_order()
     blocks = cache.store.pool[: cache.store.used] if order is None else cache.store.pool[order]
-    record = replace(cache.store.record, memo=Memo())
-    store = BlockStore.of(record, blocks, table, cache.packed_blocks, cache.store.blank)
+    store = BlockStore.of(cache.store.record, blocks, table, cache.packed_blocks, cache.store.blank)
     room = len(blocks) + sum(most) - sum(cache.packed_blocks)
     pool = huge_pages.allocate((max(1, room), *blocks.shape[1:]), blocks.device)
     pool[: len(blocks)] = blocks

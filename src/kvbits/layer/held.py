@@ -1,6 +1,6 @@
 """``Layer``, what is held of one layer: to be looked at, counted, selected and handed on.
 
-How it grows and how it is cut is told in :mod:`kvbits.layer.cache`.
+How it grows and is cropped stands in :mod:`kvbits.layer.cache`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import TypeVar, cast
 import torch
 
 from kvbits.attend import KVView
-from kvbits.attend.view import STORED_ORDER
 from kvbits.layer.first_fit import Transforms
 from kvbits.numerics.modes import without_autocast
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.blocks import BlockStore
-from kvbits.store.exact import Buffers
+from kvbits.store.exact import ExactTokens
 from kvbits.store.late_sinks import Late
 from kvbits.store.room import Limits
 from kvbits.store.rows import Rows
@@ -86,7 +85,7 @@ class Layer:
     def reset(self) -> None:
         """Forget everything, also the shape, the dtype and what static codecs fitted."""
         self.rows = Rows()
-        self.buffers: Buffers | None = None
+        self.buffers: ExactTokens | None = None
         self.store: BlockStore | None = None
         self.key_params, self.value_params = self.calibrated
         self.is_final = (False, False)
@@ -135,14 +134,13 @@ class Layer:
         """What the cache holds now, from column ``offset`` on. Raises ValueError while it is empty."""
         if self.buffers is None:
             raise ValueError(f"{self.name}: the cache is empty")
-        return self._view(self.buffers.keys, self.buffers.values, offset)
+        return self._view(self.buffers.keys, self.buffers.values, self.buffers.held, self.rows, offset)
 
-    def _view(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> KVView:
+    def _view(self, keys: torch.Tensor, values: torch.Tensor, held: Sequence[int], rows: Rows, offset: int) -> KVView:
+        """The packed blocks so far beside the exact tokens ``keys`` and ``values``, ``held`` of each row."""
         assert self.buffers is not None and self.store is not None
-        held, late, longest = self.buffers.held, self.buffers.late, self.buffers.longest
-        key_transform, value_transform = self._transforms.of(
-            self.key_params, self.rows, self.dropped, max(self.packed_blocks, default=0), keys, values
-        )
+        late, longest, blocks = self.buffers.late, max(held, default=0), max(self.packed_blocks, default=0)
+        transforms = self._transforms.of(self.key_params, rows, self.dropped, blocks, keys, values)
         return KVView(
             scheme=self.scheme,
             keys=keys[:, :, :longest],
@@ -152,11 +150,11 @@ class Layer:
             blocks=self.store.view(),
             key_params=self.key_params,
             value_params=self.value_params,
-            rows=self.rows,
+            rows=rows,
             dropped=self.dropped,
             offset=offset,
-            key_transform=key_transform,
-            value_transform=value_transform,
+            key_transform=transforms.key,
+            value_transform=transforms.value,
             late=late if any(late) else (),
         )
 
@@ -177,8 +175,6 @@ class Layer:
             return parts
         for part, nbytes in (*self.store.nbytes(seen).items(), *self.buffers.count(self.sinks).items()):
             parts[part] += nbytes
-        if order := self.store.record.memo.get(STORED_ORDER):
-            parts["slack"] += order[1].nbytes
         fitted = [x for params in (self.key_params, self.value_params) for x in params.values()]
         parts["scales"] += bytes_once(fitted, seen)
         return parts
@@ -230,7 +226,7 @@ class Layer:
     ) -> None:
         """Take what another layer of the same scheme held; its exact tokens ``[B, H, T, D]`` are copied."""
         self.rows, self.store, self.dropped = rows, store, dropped
-        self.buffers = Buffers.copied(keys, values, held, late, self.limits)
+        self.buffers = ExactTokens.copied(keys, values, held, late, self.limits)
 
     def _adopt(self) -> None:
         """Take tensors that may be changed: a copy made under ``torch.inference_mode()`` has others."""

@@ -11,16 +11,19 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from kvbits.layer.first_fit import Pair
 from kvbits.store.exact import roomy
+from kvbits.store.late_sinks import Late
 from kvbits.store.room import Limits
+from kvbits.store.rows import Rows
 from kvbits.transform import Transform
-from kvbits.types import Packed
+from kvbits.types import Packed, Params
 
-Encoded: TypeAlias = Sequence[tuple[int | None, list[Packed], list[Packed]]]
-"""Rows (None: all of them), and the blocks of keys and of values that each packs."""
+Encoded: TypeAlias = list[tuple[int | None, Packed, Packed]]
+"""Runs of blocks as :meth:`kvbits.store.blocks.BlockStore.append` takes them: row (None: all), keys and values."""
 
 
-class Work(NamedTuple):
+class ToPack(NamedTuple):
     """Exact tokens of which some are about to be packed.
 
     Attributes:
@@ -36,7 +39,7 @@ class Work(NamedTuple):
 
         Args:
             row: which one.
-            first, last: what is read between them must be ascending.
+            first, last: places in the order; between them it must be ascending.
         """
         rows = slice(None) if row is None else slice(row, row + 1)
         if self.order is None or first == last:
@@ -67,7 +70,7 @@ class Work(NamedTuple):
         return rest
 
 
-class Due(NamedTuple):
+class DueBlocks(NamedTuple):
     """Which blocks of a layer are packed now.
 
     Attributes:
@@ -80,11 +83,36 @@ class Due(NamedTuple):
     begins: Sequence[int]
     limits: Limits
 
-    def samples(self, work: Work, transform: Transform) -> torch.Tensor:
+    def samples(self, to_pack: ToPack, transform: Transform) -> torch.Tensor:
         """The tokens of these blocks as ``[B or 1, H, T, D]`` of samples: none that stay exact, whatever they hold."""
         size, sinks = self.limits.block, self.limits.sinks
         pieces = []
         for row, count in self.ranges:
-            piece = work.take(row, sinks, sinks + count * size)
+            piece = to_pack.take(row, sinks, sinks + count * size)
             pieces.append(piece if transform.is_nothing else transform.of_row(row).apply(piece, self.begins[row or 0]))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+class Plan(NamedTuple):
+    """A packing, found out before anything changes.
+
+    Attributes:
+        rows: the columns then.
+        due: the blocks that are packed.
+        blocks: how many of each row.
+        left: exact tokens of each row then.
+        late: late sinks of each row then.
+        sides: exact keys and values, those of the call included.
+        params, is_final: of keys and of values, see :class:`kvbits.layer.held.Layer`.
+        transforms: what is done to the blocks, and to those before them.
+    """
+
+    rows: Rows
+    due: DueBlocks
+    blocks: list[int]
+    left: list[int]
+    late: Late
+    sides: tuple[ToPack, ToPack]
+    params: tuple[Params, Params]
+    is_final: tuple[bool, bool]
+    transforms: Pair

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Cache
 
-from kvbits.codecs import Exact
 from kvbits.hf.cache import KVCache
 from kvbits.hf.layer import PackedLayer
 from kvbits.measure import caches
@@ -44,8 +43,7 @@ def _packed_so_far(layer: PackedLayer) -> int:
 def _tokens(layer: Any) -> tuple[int, int]:
     """Cached tokens of a layer, and how many of them are packed: of all rows, or of one row where a peer packs."""
     if isinstance(layer, PackedLayer):
-        scheme = layer.core.scheme
-        exact = isinstance(scheme.key, Exact) and isinstance(scheme.value, Exact)
+        exact = layer.core.scheme.is_exact
         return layer.core.tokens, 0 if exact else layer.core.packed_tokens
     rows, exact_tokens = 1, 0
     keys = getattr(layer, "keys", None)

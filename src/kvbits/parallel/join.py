@@ -29,7 +29,7 @@ class Together:
         self.ranks, self.owns_tail = ranks, owns_tail
 
     def join(self, call: Call, partial: Partial) -> torch.Tensor:
-        """See :class:`kvbits.attend.Share`."""
+        """See :class:`kvbits.attend.Shard`."""
         out, log_sums = partial(_over(call, "packed"))
         if self.owns_tail:
             out, log_sums = merge(*_stack((out, log_sums), partial(_over(call, "exact"))))
@@ -47,7 +47,7 @@ class Sliced:
         self.ranks, self.anything_packed = ranks, anything_packed
 
     def join(self, call: Call, partial: Partial) -> torch.Tensor:
-        """See :class:`kvbits.attend.Share`. ``call`` has the queries of this rank's slice."""
+        """See :class:`kvbits.attend.Shard`. ``call`` has the queries of this rank's slice."""
         tokens = call.query.shape[2]
         newer = (self.ranks.world - 1 - self.ranks.rank) * tokens
         parts = [partial(_over(call, "exact", newer))]

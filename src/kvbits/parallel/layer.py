@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from kvbits.attend import KVView, Share
+from kvbits.attend import KVView, Shard
 from kvbits.encode.sound import Unsound, compared_limit, limit_of
 from kvbits.layer.cache import LayerCache
-from kvbits.layer.packing import Encoded, Work
+from kvbits.layer.packing import Encoded, Plan, ToPack
 from kvbits.parallel.join import Sliced, Together
 from kvbits.parallel.ranks import Ranks
 from kvbits.schemes.scheme import Scheme
@@ -79,43 +79,40 @@ class SharedLayer(LayerCache):
         super()._allocate(keys, values)
         self._packed = [0] * keys.shape[0]
 
-    def _encode(
-        self, side: int, work: Work, row: int | None, blocks: range, params: Params, transform: Transform
+    def _encode_side(
+        self, side: int, to_pack: ToPack, row: int | None, blocks: range, params: Params, transform: Transform
     ) -> list[Packed]:
         assert row is None, "rows of a shared context have the same length"
-        self._refuse_unsound(side, work, blocks)  # on all ranks alike: an owner that stopped would leave them waiting
-        begin, packed = self._begin(row), []
+        self._refuse_unsound(side, to_pack, blocks)  # on all ranks alike: they would wait for an owner that stopped
+        begin, packed = self._packed[0], []
         for run in self.shards.mine(begin + blocks.start, begin + blocks.stop):
             own = range(run.start - begin, run.stop - begin)
-            packed += super()._encode(side, work, row, own, params, transform)
+            packed += super()._encode_side(side, to_pack, row, own, params, transform)
         return packed
 
-    def _refuse_unsound(self, side: int, work: Work, blocks: range) -> None:
+    def _refuse_unsound(self, side: int, to_pack: ToPack, blocks: range) -> None:
         first, last = (self.sinks + n * self.scheme.block for n in (blocks.start, blocks.stop))
-        tokens = work.take(None, first, last)
+        tokens = to_pack.take(None, first, last)
         limit = compared_limit(tokens.dtype)
         if not bool(tokens.abs().amax() <= limit):
             count = int((~(tokens.abs() <= limit)).sum())
             raise self._unsound(side, Unsound(count, limit_of(tokens.dtype)))
 
-    def _make_room(self, encoded: Encoded, most: int) -> None:
-        super()._make_room(encoded, self.shards.count(most))
-
-    def _keep(self, encoded: Encoded, blocks: list[int]) -> None:
-        super()._keep(encoded, blocks)
-        self._packed = [before + more for before, more in zip(self._packed, blocks, strict=True)]
+    def _commit(self, plan: Plan, pieces: Encoded, rest: list[torch.Tensor]) -> None:
+        super()._commit(plan, pieces, rest)
+        self._packed = [before + more for before, more in zip(self._packed, plan.blocks, strict=True)]
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
-    def _view(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> KVView:
-        view = super()._view(keys, values, offset)
+    def _view(self, keys: torch.Tensor, values: torch.Tensor, held: Sequence[int], rows: Rows, offset: int) -> KVView:
+        view = super()._view(keys, values, held, rows, offset)
         packed = max(self._packed, default=0)
-        share: Share | None = None
+        shard: Shard | None = None
         if self.sliced:
-            share = Sliced(self.ranks, packed > 0)
+            shard = Sliced(self.ranks, packed > 0)
         elif packed:
-            share = Together(self.ranks, self.shards.owner(packed) == self.shards.rank)
-        return replace(view, share=share, key_transform=self._of_own_blocks(view))
+            shard = Together(self.ranks, self.shards.owner(packed) == self.shards.rank)
+        return replace(view, shard=shard, key_transform=self._of_own_blocks(view))
 
     def _of_own_blocks(self, view: KVView) -> Transform:
         """The transform of the keys, with the angles of this rank's blocks alone."""

@@ -104,14 +104,14 @@ class Scheme:
             raise ValueError(f"layers {sorted({i for i in named if named.count(i) > 1})} are named twice")
 
     @property
+    def is_exact(self) -> bool:
+        """Whether keys and values stay as they came, packed or not (apart from overrides)."""
+        return isinstance(self.key, Exact) and isinstance(self.value, Exact)
+
+    @property
     def packs(self) -> bool:
         """Whether anything leaves the exact buffer."""
         return self.residual is not None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether keys and values are stored as they came, but for layers that are overridden."""
-        return isinstance(self.key, Exact) and isinstance(self.value, Exact)
 
     def limits(self, window_tokens: int | None = None) -> Limits:
         """How many tokens of a layer stay exact; under a window there are no sinks."""
@@ -147,7 +147,7 @@ class Scheme:
         if found is None:
             return plain
         residual = plain.residual
-        if isinstance(found.key, Exact) and isinstance(found.value, Exact):
+        if found.is_exact:
             residual = None
         elif residual is None:
             residual = RESIDUAL_TOKENS

@@ -16,14 +16,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
 
 from kvbits.store import huge_pages
-from kvbits.store.record import Memo, Record, unpack
+from kvbits.store.derived import Derived
+from kvbits.store.record import Record, unpack
 from kvbits.store.room import SPARE, pool_blocks, table_columns
 from kvbits.types import Packed
 
@@ -38,6 +39,7 @@ class Blocks:
         table: int64 ``[B, N]``, which pool block is block n of row b; beyond a row's count, any valid entry.
         counts: blocks of each row.
         in_order: pool block ``n * B + b`` is block n of row b, for all of them: nothing needs gathering.
+        derived: what kernels have made of the layer so far.
     """
 
     record: Record
@@ -45,6 +47,7 @@ class Blocks:
     table: torch.Tensor
     counts: tuple[int, ...]
     in_order: bool
+    derived: Derived
 
     @property
     def longest(self) -> int:
@@ -119,6 +122,7 @@ class BlockStore:
 
     def __init__(self, record: Record, heads: int, rows: int, device: torch.device) -> None:
         self.record = record
+        self.derived = Derived()
         self.heads = heads
         self.counts = [0] * rows
         self.blank = [0] * rows
@@ -177,45 +181,59 @@ class BlockStore:
     @_locked
     def fork(self) -> BlockStore:
         """Another store of the same blocks, which goes on by itself."""
-        twin = BlockStore(replace(self.record, memo=Memo()), self.heads, 0, self.table.device)
+        twin = BlockStore(self.record, self.heads, 0, self.table.device)
         twin.shared, twin.table, twin.in_order = self.shared, self.table.clone(), self.in_order
         twin.counts, twin.blank = list(self.counts), list(self.blank)
         self.shared.stores.add(twin)
         return twin
 
     @_locked
-    def append(self, row: int | None, keys: Packed, values: Packed) -> None:
-        """Add blocks to one row, or to every row (``row=None``) where all hold the same number.
+    def append(self, pieces: Sequence[tuple[int | None, Packed, Packed]]) -> None:
+        """Add blocks, all of them or, where that fails, none.
 
         Args:
-            row: the row, or None for all.
-            keys, values: what the codecs' ``encode`` gave for ``[B, H, n, T, D]`` (B = 1 for one row).
+            pieces: rows (None: every row, where all hold the same number), and for each the keys and the values that
+                the codecs' ``encode`` gave for ``[B, H, n, T, D]`` (B = 1 for one row).
         """
-        rows = range(len(self.counts)) if row is None else range(row, row + 1)
-        added = next(iter(keys.values())).shape[2]
-        first = self.counts[rows[0]]
-        assert all(self.counts[r] == first for r in rows)
-        self.reserve(added * len(rows), first + added)
-        tile = self.pool[self.used : self.used + added * len(rows)].unflatten(0, (added, len(rows)))
-        tile = tile.permute(1, 2, 0, 3)
-        for slots, packed in ((self.record.keys, keys), (self.record.values, values)):
-            for name, target in unpack(tile, slots).items():
-                target.copy_(packed[name])
-        ids = torch.arange(self.used, self.used + added * len(rows), device=self.table.device)
-        self.table[rows.start : rows.stop, first : first + added] = ids.unflatten(0, (added, len(rows))).t()
-        self.in_order = self.in_order and row is None and self.used == first * len(rows)
-        self.used += added * len(rows)
-        for r in rows:
-            self.counts[r] += added
+        self.make_room(pieces)
+        counts, used, in_order = list(self.counts), self.used, self.in_order
+        for row, keys, values in pieces:
+            rows = self._rows(row)
+            first, added = counts[rows[0]], _blocks_in(keys)
+            assert all(counts[r] == first for r in rows)
+            end = used + added * len(rows)
+            tile = self.pool[used:end].unflatten(0, (added, len(rows))).permute(1, 2, 0, 3)
+            for slots, packed in ((self.record.keys, keys), (self.record.values, values)):
+                for name, target in unpack(tile, slots).items():
+                    target.copy_(packed[name])
+            ids = torch.arange(used, end, device=self.table.device).unflatten(0, (added, len(rows))).t()
+            self.table[rows.start : rows.stop, first : first + added] = ids
+            in_order, used = in_order and row is None and used == first * len(rows), end
+            for r in rows:
+                counts[r] += added
+        # What was written counts from here on: assignments cannot fail.
+        self.counts, self.used, self.in_order = counts, used, in_order
+
+    @_locked
+    def make_room(self, pieces: Sequence[tuple[int | None, Packed, Packed]]) -> None:
+        """Make room for what :meth:`append` would add, so that it allocates nothing large."""
+        counts, added = list(self.counts), 0
+        for row, keys, _ in pieces:
+            for r in self._rows(row):
+                counts[r] += _blocks_in(keys)
+                added += _blocks_in(keys)
+        self.reserve(added, max(counts, default=0))
+
+    def _rows(self, row: int | None) -> range:
+        return range(len(self.counts)) if row is None else range(row, row + 1)
 
     @_locked
     def view(self) -> Blocks:
         """What is held now; later appends do not show in it."""
         table = self.table[:, : self.longest]
         # Later appends write into the table; where it is not read they may.
-        return Blocks(
-            self.record, self.pool, table if self.in_order else table.clone(), tuple(self.counts), self.in_order
-        )
+        table = table if self.in_order else table.clone()
+        return Blocks(self.record, self.pool, table, tuple(self.counts), self.in_order, self.derived)
 
     @_locked
     def select_rows(self, rows: torch.Tensor) -> None:
@@ -339,8 +357,8 @@ class BlockStore:
     def nbytes(self, seen: set[int] | None = None) -> dict[str, int]:
         """Real bytes: ``codes``, ``scales``, ``zeros``, ``outliers`` of the blocks written, and ``slack``.
 
-        Slack is alignment, spare blocks and the table. A block that no row refers to any more counts until the pool
-        next grows, which reclaims it.
+        Slack is alignment, spare blocks, the table, and what is derived of it. A block that no row refers to any
+        more counts until the pool next grows, which reclaims it.
 
         Args:
             seen: where several stores are counted together, what has been counted: a pool counts once. Else a store
@@ -354,4 +372,8 @@ class BlockStore:
         elif len(self.shared.stores) > 1:
             blocks = len(self.table[self._held()].unique())
             pool_bytes = blocks * self.heads * self.record.nbytes
-        return self.record.count(blocks * self.heads, pool_bytes + self.table.nbytes)
+        return self.record.count(blocks * self.heads, pool_bytes + self.table.nbytes + self.derived.nbytes)
+
+
+def _blocks_in(packed: Packed) -> int:
+    return next(iter(packed.values())).shape[2]

@@ -1,7 +1,7 @@
 """What a crop leaves of a row, in numbers alone: which blocks, which late sinks, how many exact tokens.
 
 A row of a layer is ``[sinks | packed blocks | late sinks | recent]``; in the text its late sinks stand among the packed
-tokens (:mod:`kvbits.store.late_sinks`). A cut takes the last tokens of the text, wherever they are.
+tokens (:mod:`kvbits.store.late_sinks`). A crop takes the last tokens of the text, wherever they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvbits.store.late_sinks import not_late
 from kvbits.store.room import Limits
 
 
-class Cut(NamedTuple):
+class Crop(NamedTuple):
     """What a crop leaves of one row.
 
     Attributes:
@@ -39,7 +39,7 @@ class Cut(NamedTuple):
         return torch.cat([border, torch.tensor(self.back, dtype=torch.int64)]).argsort()
 
 
-def cut_row(gone: int, left: int, held: int, packed: int, late: tuple[int, ...], limits: Limits) -> Cut:
+def crop_row(gone: int, left: int, held: int, packed: int, late: tuple[int, ...], limits: Limits) -> Crop:
     """What is left of a row when it loses its last ``gone`` own tokens and keeps the first ``left``.
 
     Args:
@@ -51,20 +51,20 @@ def cut_row(gone: int, left: int, held: int, packed: int, late: tuple[int, ...],
     sinks, block = min(held, limits.sinks), limits.block
     older = gone - (held - sinks - len(late))  # tokens to lose that are not recent
     if older <= 0:
-        return Cut(packed, 0, held - gone, late)
+        return Crop(packed, 0, held - gone, late)
     stay = [token for token in late if token < left]
     within = packed * block - (older - (len(late) - len(stay)))  # packed tokens that remain; below 0, sinks go too
     blocks, border = max(0, within) // block, max(0, within) % block
     # Late sinks come before the last packed token: the others are recent tokens again.
     kept = [token for i, token in enumerate(stay) if token - sinks - i < blocks * block]
     back = stay[len(kept) :]
-    return Cut(blocks, border, sinks + min(0, within) + border + len(stay), tuple(kept), tuple(back))
+    return Crop(blocks, border, sinks + min(0, within) + border + len(stay), tuple(kept), tuple(back))
 
 
 def whole_tokens(left: int, packed: int, late: Sequence[int], limits: Limits) -> int:
     """How many of its first ``left`` tokens a row can keep without decoding a block.
 
-    All of them where the cut goes through the recent tokens or through the sinks; else it must be where a block ends.
+    All of them where the crop goes through the recent tokens or through the sinks; else it must be where a block ends.
 
     Args:
         left: at most all tokens of the row.

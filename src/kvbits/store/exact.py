@@ -1,4 +1,4 @@
-"""``Buffers``, the exact tokens of one layer: ``[sinks | late | recent]`` of each row.
+"""``ExactTokens``, the exact tokens of one layer: ``[sinks | late | recent]`` of each row.
 
 Beyond a row's tokens there are zeros: what lies there is masked, and masks do not stop NaN. New tokens are written
 behind the old ones. What packs or crops away more than recent tokens goes into fresh buffers instead: the old ones may
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvbits.numerics.cast import narrow
-from kvbits.store.crop import Cut
+from kvbits.store.crop import Crop
 from kvbits.store.late_sinks import Late
 from kvbits.store.room import Limits
 from kvbits.store.rows import Rows
 
 
-class Buffers:
+class ExactTokens:
     """Exact keys and values.
 
     Args:
@@ -35,19 +35,21 @@ class Buffers:
         self.hold(held, late)
 
     @staticmethod
-    def empty(keys: torch.Tensor, values: torch.Tensor) -> Buffers:
+    def empty(keys: torch.Tensor, values: torch.Tensor) -> ExactTokens:
         """For tokens like these; without room so far."""
         batch = keys.shape[0]
-        return Buffers(_zeros(keys, 0), _zeros(values, 0), [0] * batch, ((),) * batch)
+        return ExactTokens(_zeros(keys, 0), _zeros(values, 0), [0] * batch, ((),) * batch)
 
     @staticmethod
-    def copied(keys: torch.Tensor, values: torch.Tensor, held: Sequence[int], late: Late, limits: Limits) -> Buffers:
+    def copied(
+        keys: torch.Tensor, values: torch.Tensor, held: Sequence[int], late: Late, limits: Limits
+    ) -> ExactTokens:
         """Of the exact tokens of another, ``[B, H, T, D]``."""
         sides = []
         for x in (keys, values):
             sides.append(roomy(x, x.shape[2], limits))
             sides[-1][:, :, : x.shape[2]] = x
-        return Buffers(sides[0], sides[1], list(held), late)
+        return ExactTokens(sides[0], sides[1], list(held), late)
 
     def hold(self, held: list[int], late: Late) -> None:
         """Say what is in the buffers from now on."""
@@ -121,45 +123,45 @@ class Buffers:
 
     # -- changing --------------------------------------------------------------------------------------------------
 
-    def crop(self, cuts: Sequence[Cut], limits: Limits) -> None:
+    def crop(self, crops: Sequence[Crop], limits: Limits) -> None:
         """Forget recent tokens of each row, in place."""
-        self._shrink(max(cut.held for cut in cuts), limits)
+        self._shrink(max(crop.held for crop in crops), limits)
         for buffer in (self.keys, self.values):
-            for row, (cut, old) in enumerate(zip(cuts, self.held, strict=True)):
-                buffer[row, :, cut.held : old] = 0  # what was taken back may hold NaN; masks do not stop 0 * NaN
-        self._hold_cuts(cuts)
+            for row, (crop, old) in enumerate(zip(crops, self.held, strict=True)):
+                buffer[row, :, crop.held : old] = 0  # what was taken back may hold NaN; masks do not stop 0 * NaN
+        self._hold_crops(crops)
 
-    def crop_further(self, cuts: Sequence[Cut], limits: Limits, decoded: Callable[[int, int], torch.Tensor]) -> None:
-        """Forget more than recent tokens; what is left of a block that is cut through becomes recent again.
+    def crop_further(self, crops: Sequence[Crop], limits: Limits, decoded: Callable[[int, int], torch.Tensor]) -> None:
+        """Forget more than recent tokens; what is left of a cropped block becomes recent again.
 
         Args:
             decoded: tokens of that block ``[H, at least border, D]``, given the side (0 is keys) and the row; asked for
-                where a cut has a border.
+                where a crop has a border.
         """
         sides = []
         for side, buffer in enumerate((self.keys, self.values)):
-            fresh = roomy(buffer, max(cut.held for cut in cuts), limits)
-            for row, (cut, old) in enumerate(zip(cuts, self.held, strict=True)):
-                begin = min(old, limits.sinks, cut.held) + len(cut.late)
-                end = begin + cut.border
+            fresh = roomy(buffer, max(crop.held for crop in crops), limits)
+            for row, (crop, old) in enumerate(zip(crops, self.held, strict=True)):
+                begin = min(old, limits.sinks, crop.held) + len(crop.late)
+                end = begin + crop.border
                 fresh[row, :, :begin] = buffer[row, :, :begin]
-                if cut.border:
-                    fresh[row, :, begin:end] = narrow(decoded(side, row)[:, : cut.border], buffer.dtype)
-                fresh[row, :, end : cut.held] = buffer[row, :, begin : begin + cut.held - end]
-                if cut.back:  # they belong between the tokens of that block
-                    order = cut.ranks(limits).to(buffer.device)
-                    fresh[row, :, begin : cut.held] = fresh[row, :, begin : cut.held].index_select(1, order)
+                if crop.border:
+                    fresh[row, :, begin:end] = narrow(decoded(side, row)[:, : crop.border], buffer.dtype)
+                fresh[row, :, end : crop.held] = buffer[row, :, begin : begin + crop.held - end]
+                if crop.back:  # they belong between the tokens of that block
+                    order = crop.ranks(limits).to(buffer.device)
+                    fresh[row, :, begin : crop.held] = fresh[row, :, begin : crop.held].index_select(1, order)
             sides.append(fresh)
         self.keys, self.values = sides
-        self._hold_cuts(cuts)
+        self._hold_crops(crops)
 
-    def _hold_cuts(self, cuts: Sequence[Cut]) -> None:
-        self.hold([cut.held for cut in cuts], tuple(cut.late for cut in cuts))
+    def _hold_crops(self, crops: Sequence[Crop]) -> None:
+        self.hold([crop.held for crop in crops], tuple(crop.late for crop in crops))
 
     def _shrink(self, tokens: int, limits: Limits) -> None:
-        """Give back room that a crop left unused, where it is more than growth keeps in hand."""
-        if self.keys.shape[2] > max(limits.most, tokens + tokens // 4 + 64):
-            room = max(limits.most, tokens + tokens // 8 + 8)
+        """Give back room that a crop left unused."""
+        room = limits.room_after_crop(self.keys.shape[2], tokens)
+        if room < self.keys.shape[2]:
             self.keys, self.values = self.keys[:, :, :room].clone(), self.values[:, :, :room].clone()
 
     def select_rows(self, index: torch.Tensor) -> None:
@@ -185,7 +187,7 @@ def roomy(like: torch.Tensor, tokens: int, limits: Limits) -> torch.Tensor:
     return _zeros(like, limits.room_after_packing(tokens))
 
 
-def refuse_unlike(name: str, keys: torch.Tensor, values: torch.Tensor, buffers: Buffers | None) -> None:
+def refuse_unlike(name: str, keys: torch.Tensor, values: torch.Tensor, buffers: ExactTokens | None) -> None:
     """Raise ValueError for what no cache holds, or not one that already holds ``buffers``; ``name`` says whose."""
     if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
         raise ValueError(

@@ -6,8 +6,7 @@ Each part and the record are aligned to 64 bytes; see docs/formats.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -25,13 +24,6 @@ class Slot:
     offset: int
 
 
-class Memo(dict[str, Any]):
-    """What kernels derive from a layer's record; a copy of the layer derives its own."""
-
-    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
-        return Memo, ()
-
-
 @dataclass(frozen=True)
 class Record:
     """Byte map of one block of one head.
@@ -40,14 +32,12 @@ class Record:
         tokens: of a block.
         keys, values: the parts of either side.
         nbytes: of the whole record.
-        memo: what kernels derive from a layer's record, once.
     """
 
     tokens: int
     keys: tuple[Slot, ...]
     values: tuple[Slot, ...]
     nbytes: int
-    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     @staticmethod
     def of(

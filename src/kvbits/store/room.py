@@ -57,6 +57,12 @@ class Limits:
         wanted = tokens if exact == 0 else _stepwise(tokens)
         return wanted if self.residual is None else min(wanted, self.most)
 
+    def room_after_crop(self, room: int, tokens: int) -> int:
+        """Room of a buffer that a crop leaves ``tokens`` in: less, where ``room`` is more than growth keeps in hand."""
+        if room <= max(self.most, tokens + 2 * tokens // SPARE + 64):
+            return room
+        return max(self.most, tokens + tokens // SPARE + 8)
+
     def room_after_packing(self, tokens: int) -> int:
         """Room of the buffer that takes what stays exact: ``tokens``, and all that comes before the next block."""
         return max(tokens, self.most)
@@ -73,6 +79,11 @@ def pool_blocks(capacity: int, used: int, added: int) -> int:
     if need <= capacity:
         return capacity
     return need if used == 0 else need + used // SPARE
+
+
+def angles(blocks: int) -> int:
+    """Blocks to make rotary angles of, where those of ``blocks`` are wanted."""
+    return blocks + blocks // SPARE + 8
 
 
 def table_columns(columns: int, wanted: int) -> int:

@@ -1,15 +1,16 @@
 """``Rotary``: the rotary embedding of the layers that share it, and the angles of their packed blocks.
 
-Keys come rotated; a scheme may store them as they were before. They are turned back by ``position * frequencies`` and
-turned again by the very same angles, so a stored key is right whatever the frequencies: only how well its channels
-compress depends on their being the model's own. Some scalings change them when a text grows long (dynamic NTK,
-longrope): each such change begins an *epoch*, and a block is turned by those of the epoch it was computed in.
+Keys come roped; a scheme may store them unroped. They are unroped by ``position * frequencies`` and roped again by the
+very same angles, so a stored key is right whatever the frequencies: only how well its channels compress depends on
+their being the model's own. Some scalings change the frequencies when a text grows long (dynamic NTK, longrope): each
+change begins an *epoch*, and the keys of a block are unroped and roped with those of the epoch they were computed in.
 """
 
 from __future__ import annotations
 
 import torch
 
+from kvbits.store.room import angles
 from kvbits.store.rows import Rows
 from kvbits.transform.transform import Rope
 
@@ -18,7 +19,7 @@ class Rotary:
     """The angles of one rotary embedding.
 
     Args:
-        frequencies: float ``[R/2]``, radians that each pair of channels turns from one position to the next.
+        frequencies: float ``[R/2]``, radians from one position to the next, of each pair of channels.
         interleaved: which channels make a pair; see :mod:`kvbits.numerics.rope`.
 
     Attributes:
@@ -42,13 +43,13 @@ class Rotary:
 
     @property
     def channels(self) -> int:
-        """Channels of a head that are rotated, the first ones; the others pass."""
+        """Channels of a head that are roped, the first ones; the others pass."""
         return 2 * len(self.epochs[0])
 
     def cos_sin(self, positions: torch.Tensor, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Of int64 ``positions [...]``: float32 ``[..., R/2]`` each, on the device of ``positions``."""
-        angles = positions.cpu().double()[..., None] * self.epochs[epoch]
-        return angles.cos().float().to(positions.device), angles.sin().float().to(positions.device)
+        angle = positions.cpu().double()[..., None] * self.epochs[epoch]
+        return angle.cos().float().to(positions.device), angle.sin().float().to(positions.device)
 
     def rope(self, rows: Rows, first: int, block: int, count: int, device: torch.device) -> Rope:
         """Angles of ``count`` blocks of ``block`` tokens in every row; the first begins at own token ``first``."""
@@ -73,14 +74,14 @@ class Rotary:
             return held
         if held is None and len(self._bases) > 8:
             self._bases.clear()
-        room = count + count // 8 + 8
+        room = angles(count)
         tokens = first + block * torch.arange(room)
         where = [rows.positions(row, tokens) for row in range(1 if rows.runs is None else len(rows.runs))]
         pairs = []
         for positions, epochs in where:
             frequencies = torch.stack(self.epochs)[epochs]
-            angles = positions.double()[:, None] * frequencies
-            pairs.append((angles.cos().float(), angles.sin().float()))
+            angle = positions.double()[:, None] * frequencies
+            pairs.append((angle.cos().float(), angle.sin().float()))
         cos, sin = (torch.stack(side).to(device) for side in zip(*pairs, strict=True))
         self._bases[key] = cos, sin
         return cos, sin

@@ -1,7 +1,7 @@
 """``Transform``: what was done to keys or values before they were encoded, and is undone behind the decoder.
 
-Packed is ``(unrotate(x) - mean) @ rotation``; decoding gives back ``rotate(packed @ rotation^T + mean)``. Where the
-rotary embedding was taken off the mean alone, packed is ``(x - rotate(mean)) / balance @ rotation``. Kernels fold most
+Packed is ``(unrope(x) - mean) @ rotation``; decoding gives back ``rope(packed @ rotation^T + mean)``. Where the rotary
+embedding was taken off the mean alone, packed is ``(x - rope(mean)) / balance @ rotation``. Kernels fold most
 of it into the query and into the output, and never touch a packed element twice for it. The exact tokens of a view
 are never transformed.
 """
@@ -16,18 +16,18 @@ from kvbits.numerics import rope
 from kvbits.transform.rotate import rotate
 
 NO_ROPE, UNROPED_KEYS, UNROPED_MEAN = range(3)
-"""What of packed keys was turned back before they were encoded, as kernels are told."""
+"""What of packed keys was unroped before they were encoded, as kernels know it."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary angles of packed keys: where each block begins, and how much further each token of a block is turned.
+    """Rotary angles of packed keys: where each block begins, and how much is added for each token of a block.
 
-    Token ``m`` of block ``n`` is turned by ``base[n] + step[m]``, so no angle is stored for each token.
+    The angle of token ``m`` of block ``n`` is ``base[n] + step[m]``, so no angle is stored for each token.
 
     Attributes:
         base_cos, base_sin: float32 ``[B or 1, N, R/2]``, of the first token of each packed block.
-        step_cos, step_sin: float32 ``[tokens of a block, R/2]``; row 0 is no turn.
+        step_cos, step_sin: float32 ``[tokens of a block, R/2]``; row 0 is angle 0.
         interleaved: which channels make a pair; see :mod:`kvbits.numerics.rope`.
     """
 
@@ -36,6 +36,15 @@ class Rope:
     step_cos: torch.Tensor
     step_sin: torch.Tensor
     interleaved: bool = False
+
+    @property
+    def steps(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """All that the angles within a block are."""
+        return self.step_cos, self.step_sin, self.interleaved
+
+    def has(self, steps: tuple[torch.Tensor, torch.Tensor, bool]) -> bool:
+        """Whether :attr:`steps` are these very tensors."""
+        return self.step_cos is steps[0] and self.step_sin is steps[1] and self.interleaved == steps[2]
 
     def angles(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the tokens of blocks ``first .. last - 1``: ``[B or 1, n * tokens, R/2]`` each."""
@@ -93,45 +102,45 @@ class Transform:
         """
         if self.rope is not None or self.mean is not None or self.balance is not None:
             x = x.float()
-        turn = None if self.rope is None else self._turn(first, x)
-        if self.rope is not None and turn is not None and self.whole:
-            x = rope.unrotate(x, *turn, self.rope.interleaved)
+        cos_sin = None if self.rope is None else self._cos_sin(first, x)
+        if self.rope is not None and cos_sin is not None and self.whole:
+            x = rope.unrotate(x, *cos_sin, self.rope.interleaved)
         if self.mean is not None:
-            x = x - self._mean(x, turn)
+            x = x - self._mean(x, cos_sin)
         if self.balance is not None:
             x = x / self.balance[:, None]
         return x.float() if self.rotation is None else rotate(x)
 
     def apply_to_blocks(self, x: torch.Tensor, first: int) -> torch.Tensor:
-        """The same of blocks that are cut: ``x [B, H, n, T, D]``; as they came where nothing is done to them."""
+        """The same of whole blocks: ``x [B, H, n, T, D]``; as they came where nothing is done to them."""
         return x if self.is_nothing else self.apply(x.flatten(2, 3), first).unflatten(2, (-1, x.shape[3]))
 
     def undo(self, x: torch.Tensor, first: int) -> torch.Tensor:
         """Decoded blocks ``x [B, H, t, D]``, the first of them block ``first``, as attention sees them."""
-        turn = None if self.rope is None else self._turn(first, x)
+        cos_sin = None if self.rope is None else self._cos_sin(first, x)
         if self.rotation is not None:
             x = x @ self.rotation.to(x.dtype).t()
         if self.balance is not None:
             x = x * self.balance[:, None].to(x.dtype)
         if self.mean is not None:
-            x = x + self._mean(x, turn)
-        if self.rope is not None and turn is not None and self.whole:
-            x = rope.rotate(x, *turn, self.rope.interleaved)
+            x = x + self._mean(x, cos_sin)
+        if self.rope is not None and cos_sin is not None and self.whole:
+            x = rope.rotate(x, *cos_sin, self.rope.interleaved)
         return x
 
-    def _turn(self, first: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cos_sin(self, first: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.rope is not None
         last = first + x.shape[2] // self.rope.step_cos.shape[0]
         cos, sin = self.rope.angles(first, last)
         return cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
 
-    def _mean(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        """What is subtracted: ``[H, 1, D]``, or ``[B or 1, H, t, D]`` where it turns."""
+    def _mean(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """What is subtracted: ``[H, 1, D]``, or ``[B or 1, H, t, D]`` where it is roped."""
         assert self.mean is not None
         mean = self.mean.to(x.dtype)[:, None]
-        if self.rope is None or turn is None or self.whole:
+        if self.rope is None or cos_sin is None or self.whole:
             return mean
-        return rope.rotate(mean.expand(turn[0].shape[0], -1, x.shape[2], -1), *turn, self.rope.interleaved)
+        return rope.rotate(mean.expand(cos_sin[0].shape[0], -1, x.shape[2], -1), *cos_sin, self.rope.interleaved)
 
 
 NOTHING = Transform()

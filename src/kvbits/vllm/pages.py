@@ -20,6 +20,7 @@ from kvbits.encode import encode
 from kvbits.numerics import bitpack, hadamard
 from kvbits.schemes.scheme import BLOCK_TOKENS, BLOCKS, RESIDUAL_TOKENS, SINK_TOKENS, Scheme
 from kvbits.store.blocks import Blocks
+from kvbits.store.derived import Derived
 from kvbits.store.record import Record, Slot
 from kvbits.store.rows import Rows
 from kvbits.transform import Transform
@@ -147,6 +148,7 @@ class Pages:
             raise ValueError(f"pages of {block} tokens are not supported; take --block-size {allowed}")
         self.scheme, self.block = replace(scheme, block=block), block
         self.record = Record.of(scheme.key, scheme.value, block, key_channels, value_channels, dtype)
+        self.derived = Derived()
         assert self.record.nbytes % block == 0, "parts are whole numbers of bytes per token, aligned to 64"
         self.params: Params = {}
         self._alike = scheme.key == scheme.value and key_channels == value_channels
@@ -212,7 +214,7 @@ class Pages:
         if softcap is None and not any(batch.pages):  # prompts of one length
             return scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
         held = (batch.queries,) * len(batch.pages)
-        blocks = Blocks(self.record, pool, batch.table, batch.pages, False)
+        blocks = Blocks(self.record, pool, batch.table, batch.pages, False, self.derived)
         view = KVView(
             self.scheme, keys, values, held, 0, blocks, self.params, self.params, batch.rows,
             key_transform=self.transforms[0], value_transform=self.transforms[1],

@@ -32,7 +32,7 @@ from kvbits.attend.view import KVView
 from kvbits.backends import why_no_triton, why_triton_is_off
 from kvbits.codecs import Codec
 from kvbits.numerics.groups import power_of_two
-from kvbits.store.record import Record
+from kvbits.store.derived import Derived, Kept
 from kvbits.transform import NO_ROPE, UNROPED_KEYS, UNROPED_MEAN, Rope, Transform
 from kvbits.types import Format, Params
 
@@ -137,9 +137,8 @@ def _step_tables(view: KVView, rope: Rope, turn: Turn, parts: int) -> tuple[torc
     Of pairs ``[parts, tokens, padded]``; of turned keys before them those of their even and their odd channels,
     ``[parts, 2, tokens, U]``.
     """
-    memo, name = view.blocks.record.memo, f"triton steps of {turn.what} in {parts}"
-    held = memo.get(name)
-    if held is None or held[0] is not rope.step_cos or held[1] is not rope.step_sin:
+    kept = view.blocks.derived.triton_steps.get((turn.what, parts))
+    if kept is None or not rope.has(kept.source):
         channels, padding = padded_channels(view.keys.shape[3]), (0, turn.padded - turn.half)
         tables = []
         for x, still in ((rope.step_cos, 1.0), (rope.step_sin, 0.0)):
@@ -148,8 +147,9 @@ def _step_tables(view: KVView, rope: Rope, turn: Turn, parts: int) -> tuple[torc
                 keys = split_in_parts(_by_channel(x, turn, channels, still), parts).flatten()
                 table = torch.cat([keys, table])
             tables.append(table)
-        memo[name] = held = (rope.step_cos, rope.step_sin, *tables)
-    return held[2], held[3]
+        kept = Kept(rope.steps, tables)
+        view.blocks.derived.triton_steps[turn.what, parts] = kept
+    return kept.made[0], kept.made[1]
 
 
 def _by_channel(x: torch.Tensor, turn: Turn, channels: int, still: float) -> torch.Tensor:
@@ -211,8 +211,8 @@ def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Ten
         pool.view(torch.int32), pool.view(torch.bfloat16), pool.view(torch.float16), blocks.table,
         unused if counts is None else counts, unused if held is None else held,
         unused if column_of is None else column_of, unused if mask is None else mask,
-        *_params(scheme.key, view.key_params, "keys", blocks.record, parts, unused),
-        *_params(scheme.value, view.value_params, "values", blocks.record, parts, unused),
+        *_params(scheme.key, view.key_params, "keys", blocks.derived, parts, unused),
+        *_params(scheme.value, view.value_params, "values", blocks.derived, parts, unused),
         *angles, unused if mean is None else mean,
         partial, tops, weights,
         blocks.counts[0], view.held[0], splits, per_split, exact_per_split, view.rows.columns - queries, view.offset,
@@ -279,30 +279,28 @@ def split_in_parts(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _params(
-    codec: Codec, params: Params, side: str, record: Record, parts: int, unused: torch.Tensor
+    codec: Codec, params: Params, side: str, derived: Derived, parts: int, unused: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Static scale and zero, and the table ``[parts, 32]``, of one side."""
     scale, zero, table = params.get("scale", unused), params.get("zero", unused), unused
     if codec.format.levels == "table" and not codec.is_fitted:
         table = _constant_table(codec, unused.device, parts)
     elif codec.format.levels == "table":
-        memo, name = record.memo, f"{_TABLE} of {side} in {parts}"
-        if name not in memo or memo[name][0] is not params:
+        kept = derived.triton_tables.get((side, parts))
+        if kept is None or kept.source is not params:
             with torch.inference_mode(False):  # it may be filled anew
-                memo[name] = params, _table_of(codec, params, unused.device, parts)
-        table = memo[name][1]
+                kept = Kept(params, _table_of(codec, params, unused.device, parts))
+            derived.triton_tables[side, parts] = kept
+        table = kept.made
     return scale, zero, table
 
 
-_TABLE = "triton table"
-
-
-def refresh(record: Record, codecs: tuple[Codec, Codec], params: tuple[Params, Params]) -> None:
+def refresh(derived: Derived, codecs: tuple[Codec, Codec], params: tuple[Params, Params]) -> None:
     """Fill anew, in place, the tables that were derived of params whose tensors have been filled since."""
     for side, codec, fitted in zip(("keys", "values"), codecs, params, strict=True):
-        for name, held in record.memo.items():
-            if name.startswith(f"{_TABLE} of {side} ") and held[0] is fitted:
-                held[1].copy_(_table_of(codec, fitted, held[1].device, held[1].shape[0]))
+        for (of, parts), kept in derived.triton_tables.items():
+            if of == side and kept.source is fitted:
+                kept.made.copy_(_table_of(codec, fitted, kept.made.device, parts))
 
 
 def _merge(
