@@ -118,5 +118,5 @@ def _data(measured: Measured, choice: Choice) -> dict[str, Any]:
 
 def _standing(one: Standing) -> dict[str, Any]:
     figures = {"bits": one.bits, "kl": one.kl, "top1": one.top1, "speed": one.speed, "retrieval": one.found}
-    told = {"tasks_lost": one.lost, "reasons": one.reasons, "warnings": one.warnings, "failures": one.failures}
-    return {"scheme": one.scheme, **figures, "front": one.front, **told}
+    verdict = {"tasks_lost": one.lost, "reasons": one.reasons, "warnings": one.warnings, "failures": one.failures}
+    return {"scheme": one.scheme, **figures, "front": one.front, **verdict}

@@ -11,7 +11,7 @@ from kvbits.report.drawing import Drawing
 from kvbits.report.lines import tokens
 from kvbits.report.merge import Row
 from kvbits.report.palette import LIGHT
-from kvbits.report.plane import shortened, text_width, told, write
+from kvbits.report.plane import gid_of, shortened, text_width, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,16 +47,16 @@ def _paint(rows: Sequence[Row], scheme: str, mean: str, axes: Axes) -> None:
     for row in rows:
         x, y = lengths.index(row.get("length") or 0), depths.index(row.get("depth") or 0)
         lost = max(0.0, min(1.0, 1 - row["accuracy"]))
-        for colour, share, tip in (("cell", 1.0, ""), ("lost", lost, _told(row))):
+        for colour, share, tip in (("cell", 1.0, ""), ("lost", lost, _tip(row))):
             cell = Rectangle((x, y), 1 - 2 / wide, 1 - 2 / TALL, linewidth=0, color=LIGHT[colour], alpha=share)
-            cell.set_gid(told(tip))
+            cell.set_gid(gid_of(tip))
             axes.add_patch(cell)
         if wide > 34:
             text = f"{100 * row['accuracy']:.0f}"
             write(axes, text, (x + 0.5 - 1 / wide, y + 0.5), (0, -3), 11, anchor="center")
 
 
-def _told(row: Row) -> str:
+def _tip(row: Row) -> str:
     place = f"{tokens(row.get('length') or 0)} tokens, depth {words.percent(row.get('depth'), 0)}"
     low, high = row.get("accuracy_low"), row.get("accuracy_high")
     spread = "" if low is None or high is None else f" ({100 * low:.0f} to {100 * high:.0f})"

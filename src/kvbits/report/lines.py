@@ -29,8 +29,8 @@ MARGINS = (62.0, 34.0, 16.0, 58.0)
 
 SHAPES = ("o", "s", "^", "D", "P", "v")
 
-MOST_TOLD = 40
-"""Schemes in a picture of which all are told on pointing; where there are more, only those with a look of their own."""
+MOST_TIPS = 40
+"""Schemes in a picture whose marks all say what they are; of more, only those with a look of their own do."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _paint(found: Series, quantity: Quantity, look: dict[str, Look], columns: in
             continue
         style: Any = DASHED if one.dashed else "-"
         axes.plot(*zip(*points, strict=True), color=LIGHT[one.colour], linewidth=one.width, linestyle=style)
-        for context, value in points if scheme in look or len(found) <= MOST_TOLD else ():
+        for context, value in points if scheme in look or len(found) <= MOST_TIPS else ():
             tip = f"{scheme}\n{tokens(context)} tokens: {quantity.write(value)}"
             dot(axes, context, value, one.colour, one.radius, one.shape, tip=tip)
     axes.autoscale_view()

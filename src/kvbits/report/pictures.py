@@ -33,12 +33,12 @@ def against_context(run: Run, choice: Choice) -> list[Drawing]:
     look = lines.looks(choice)
     found = []
     for key, rows in groups.items():
-        told = [
-            _told(*pair) for pair, shown in zip(zip(COMBINATION, key, strict=True), differing, strict=True) if shown
+        known = [
+            _in_words(*pair) for pair, shown in zip(zip(COMBINATION, key, strict=True), differing, strict=True) if shown
         ]
         speed = lines.SPEED if any(row.get(lines.SPEED.field) for row in rows) else lines.STEP
         for quantity in (speed, lines.MEMORY):
-            caption = ": ".join(x for x in (quantity.title, ", ".join(told)) if x)
+            caption = ": ".join(x for x in (quantity.title, ", ".join(known)) if x)
             found.append(lines.lines(rows, quantity, look, caption))
     return [drawing for drawing in found if drawing is not None]
 
@@ -104,7 +104,7 @@ def _of(measured: Measured, choice: Choice, rule: Rule) -> Iterator[tuple[str, S
                 yield f"retrieval-{task}{again}", Sheet(maps, about(f"Retrieval, {task}: per cent found"), 4)
 
 
-def _told(name: str, value: Any) -> str:
+def _in_words(name: str, value: Any) -> str:
     if name == "weights":
         return "weights as loaded" if value in (None, "none") else f"{value} weights"
     return f"batch {value}" if name == "batch" else str(value)

@@ -51,11 +51,11 @@ def dot(
     face, edge = (LIGHT["paper"], LIGHT[colour]) if hollow else (LIGHT[colour], LIGHT["paper"])
     return axes.scatter(
         [x], [y], (2 * radius) ** 2, marker=shape, facecolor=face, edgecolor=edge, linewidth=1.6 if hollow else 1.2,
-        gid=told(tip), clip_on=False, zorder=4,
+        gid=gid_of(tip), clip_on=False, zorder=4,
     )  # fmt: skip
 
 
-def told(tip: str) -> str:
+def gid_of(tip: str) -> str:
     """The ``gid`` of an artist of which a reader sees ``tip`` on pointing at it."""
     return f"{TIP}{quote(tip, errors='replace')}" if tip else ""
 
