@@ -55,7 +55,7 @@ def start(model: str, *options: str) -> tuple[subprocess.Popen[bytes], str]:
 
 
 class Watch(threading.Thread):
-    """Looks at the caches' bytes until it is told to stop."""
+    """Looks at the caches' bytes until it is stopped."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)

@@ -17,7 +17,6 @@ so a page that asks for something outside is found out, and gets nothing.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -118,14 +117,6 @@ class Page:
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
         self.settle()
 
-    def press(self, key: str) -> None:
-        """Press and release a key, by its DOM name, such as ``Tab``, ``Enter`` or ``ArrowRight``."""
-        code = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}.get(key, 0)
-        text = {"Enter": {"text": "\r"}, " ": {"text": " "}}.get(key, {})
-        self._call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
-        self._call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
-        self.settle()
-
     def set(self, selector: str, value: Any) -> None:
         """Give an input, a select or a check box (True, False) its value, with the events that a hand would cause."""
         field = "checked" if isinstance(value, bool) else "value"
@@ -148,12 +139,6 @@ class Page:
         """Whether the next page may run scripts of its own; :meth:`evaluate` always may."""
         self._scripts = on
         self._call("Emulation.setScriptExecutionDisabled", value=not on)
-
-    def screenshot(self, path: str | Path, whole: bool = True) -> Path:
-        """Write a PNG of the whole page, or of what the window shows."""
-        found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        Path(path).write_bytes(base64.b64decode(found["data"]))
-        return Path(path)
 
     def settle(self) -> None:
         """Wait for two frames, so that what the page does after an event is done and what it reports is here."""

@@ -18,13 +18,14 @@ def report(
     max_kl: Annotated[float, typer.Option(help="The rule: mean KL to the exact cache, nats, at most.")] = 0.01,
     min_top1: Annotated[float, typer.Option(help="The rule: share of equal likeliest tokens, at least.")] = 0.97,
     min_speed: Annotated[float, typer.Option(help="The rule: decode speed against the exact cache, at least.")] = 0.95,
-    pictures: Annotated[bool, typer.Option(help="Write PNG files too, which needs Matplotlib.")] = True,
+    pictures: Annotated[bool, typer.Option(help="Write PNG files too. All pictures need Matplotlib.")] = True,
 ) -> None:
     """Merge results into one page that says which scheme to take, with pictures and tables.
 
     Files of several models, dates and settings may be given together; only what was measured alike is compared.
     """
     from kvbits.report import Rule, write
+    from kvbits.report.drawing import NEEDED, available
     from kvbits.report.words import printable
 
     rule = attempt(Rule, max_kl=max_kl, min_top1=min_top1, min_speed=min_speed)
@@ -37,4 +38,6 @@ def report(
             lines.append(f"  not measured: {', '.join(choice.missing)}")
         for line in lines:
             say(printable(line))
+    if not available():
+        say(NEEDED, err)
     say(f"{out_folder / 'index.html'}")

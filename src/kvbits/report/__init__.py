@@ -8,8 +8,8 @@
 - ``report.md``, the tables.
 
 Modules, from the files to the page: ``merge`` (what may be compared), ``choose`` (the rule), ``tables``, ``pictures``
-(``scatter``, ``lines`` and ``heat``, made of ``drawing``, ``scale`` and ``axes``), and the writers: ``page`` (with
-``hero``, ``markup`` and ``svg``), ``png`` and ``markdown``.
+(``scatter``, ``lines`` and ``heat``, on a ``plane`` of a ``drawing``), and the writers: ``page`` (with ``hero`` and
+``markup``) and ``markdown``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from kvbits import __version__
 from kvbits.files import replacing, row_lines
 from kvbits.measure.results import FORMAT, Results
-from kvbits.report import markdown, merge, page, png
+from kvbits.report import drawing, markdown, merge, page
 from kvbits.report.choose import Choice, Rule, choose
 from kvbits.report.merge import Measured
 from kvbits.report.pictures import files
@@ -74,30 +74,25 @@ def write(results: Sequence[str | Path], out: str | Path, rule: Rule | None = No
             ``report.json`` files of earlier reports.
         out: the folder; it is made where it is missing.
         rule: what makes a scheme good enough.
-        pictures: whether to write PNG files too, which needs Matplotlib.
+        pictures: whether to write PNG files too. Without Matplotlib there are none, and the page has tables alone.
 
     Raises:
         FileNotFoundError: for results that are not there.
         ValueError: for files that are none of results, figures that are not finite, and ``out`` if it is a file.
-        ImportError: for ``pictures`` without Matplotlib.
     """
-    if pictures:
-        png.require()
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; give a folder to write the report into")
     report = build(merge.read(results), rule)
     out.mkdir(parents=True, exist_ok=True)
-    drawings = files(report.models, report.choices, report.rule) if pictures else []
-    names = {
-        measured.model: [file for model, file, _ in drawings if model == measured.model] for measured in report.models
-    }
+    sheets = files(report.models, report.choices, report.rule) if pictures and drawing.available() else []
+    names = {one.model: [file for model, file, _ in sheets if model == one.model] for one in report.models}
     data = report.data
     # Lone surrogates, which JSON can hold and UTF-8 cannot, become question marks.
     parts = {
         "report.json": row_lines(data).encode(),
         "report.md": markdown.markdown(report.models, report.choices, report.rule, names).encode(errors="replace"),
-        **{file: png.png(drawing) for _, file, drawing in drawings},
+        **{file: drawing.png(sheet) for _, file, sheet in sheets},
         "index.html": page.page(report.models, report.choices, report.rule, data).encode(errors="replace"),
     }
     for name, content in parts.items():
@@ -122,5 +117,5 @@ def _data(measured: Measured, choice: Choice) -> dict[str, Any]:
 
 def _standing(one: Standing) -> dict[str, Any]:
     figures = {"bits": one.bits, "kl": one.kl, "top1": one.top1, "speed": one.speed, "retrieval": one.found}
-    told = {"tasks_lost": one.lost, "reasons": one.reasons, "warnings": one.warnings, "failures": one.failures}
-    return {"scheme": one.scheme, **figures, "front": one.front, **told}
+    verdict = {"tasks_lost": one.lost, "reasons": one.reasons, "warnings": one.warnings, "failures": one.failures}
+    return {"scheme": one.scheme, **figures, "front": one.front, **verdict}

@@ -1,164 +1,179 @@
-"""Pictures as a few marks on a plane: what is drawn is decided once, and both SVG and PNG are made of it.
+"""Pictures, which Matplotlib draws: as SVG for the page, where text and colours stay the page's, and as PNG files.
 
-Colours are names. The page gives each a value for light and one for dark (:data:`LIGHT`, :data:`DARK`); a PNG is light.
+A :class:`Drawing` says how its plane is painted, so that it can be drawn alone or on a :class:`Sheet` beside others.
+Matplotlib is imported where something is drawn, and not before. A point of it is a CSS pixel here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+import importlib.util
+import io
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+from urllib.parse import unquote
+from xml.etree import ElementTree
 
-LIGHT = {
-    "page": "#f6f7f8", "paper": "#ffffff", "ink": "#16202a", "soft": "#56626e", "grid": "#e4e8ec", "edge": "#d5dbe1",
-    "accent": "#0b63ad", "tint": "#eaf3fb", "good": "#0a7358", "good-tint": "#e3f4ee", "warn": "#8a5200",
-    "warn-tint": "#fdf3e1", "bad": "#b23a06", "bad-tint": "#fdece4", "lost": "#e2662b", "cell": "#eff2f4",
-    "s0": "#16202a", "s1": "#0b63ad", "s2": "#b53a10", "s3": "#0a9a72", "s4": "#93407e", "s5": "#b98408",
-    "s6": "#4e9ad1",
-}  # fmt: skip
-DARK = {
-    "page": "#0f1418", "paper": "#171d23", "ink": "#e8ecf0", "soft": "#a2aeb9", "grid": "#2a333b", "edge": "#36414b",
-    "accent": "#6db6f5", "tint": "#15293b", "good": "#4fcda4", "good-tint": "#12302a", "warn": "#f0b554",
-    "warn-tint": "#33260f", "bad": "#ff9468", "bad-tint": "#3a1f15", "lost": "#b54a14", "cell": "#222b33",
-    "s0": "#e8ecf0", "s1": "#6db6f5", "s2": "#ff8553", "s3": "#37cf92", "s4": "#dd92bd", "s5": "#f0c040",
-    "s6": "#afd9ff",
-}  # fmt: skip
-"""``s0`` is the exact cache, ``s1`` to ``s6`` are series: apart for those who see fewer colours too, and by shape."""
+from kvbits.report.markup import Safe, joined, tag
+from kvbits.report.palette import LIGHT
+from kvbits.report.plane import TICK, TIP, write
+from kvbits.report.words import printable
 
-SHAPES = ("circle", "square", "triangle", "diamond", "cross", "down")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_C = 0.38
-CORNERS = {
-    "square": ((-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)),
-    "triangle": ((0, -1.25), (1.15, 0.8), (-1.15, 0.8)),
-    "down": ((0, 1.25), (1.15, -0.8), (-1.15, -0.8)),
-    "diamond": ((0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)),
-    "cross": (
-        (-_C, -1.2), (_C, -1.2), (_C, -_C), (1.2, -_C), (1.2, _C), (_C, _C),
-        (_C, 1.2), (-_C, 1.2), (-_C, _C), (-1.2, _C), (-1.2, -_C), (-_C, -_C),
-    ),
-}  # fmt: skip
-"""Corners of the shapes that are no circle, for a radius of 1, y downwards."""
+DENSITY = 2
+"""Pixels of a PNG for each pixel of the drawing."""
 
-Point: TypeAlias = tuple[float, float]
+GAP, CAPTION, MOST = 24.0, 26.0, 24
+"""Of a sheet: pixels between drawings, and above one with a caption; and how many drawings it holds."""
 
+NEEDED = "pictures need Matplotlib: pip install 'kvbits[report]'"
 
-@dataclass(frozen=True)
-class Line:
-    """A line through points."""
+Margins: TypeAlias = tuple[float, float, float, float]
+"""Pixels around a plane: on the left, above, on the right and below."""
 
-    points: Sequence[Point]
-    colour: str = "ink"
-    width: float = 1.5
-    dashed: bool = False
+_NAMES = {value: f"var(--{name})" for name, value in LIGHT.items()}
+_LOOK = (
+    "fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "opacity", "text-anchor", "font-size",
+    "font-weight",
+)  # fmt: skip
+_SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
+_STYLE = {"svg.fonttype": "none", "text.parse_math": False, "font.family": "DejaVu Sans", "path.simplify": False}
 
 
 @dataclass(frozen=True)
-class Dot:
-    """A mark of a point, with what a reader sees on pointing at it."""
-
-    x: float
-    y: float
-    colour: str = "ink"
-    radius: float = 4.5
-    shape: str = "circle"
-    hollow: bool = False
-    title: str = ""
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangle, from its upper left corner."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    colour: str
-    opacity: float = 1.0
-    title: str = ""
-
-
-@dataclass(frozen=True)
-class Label:
-    """A text on its base line. ``anchor`` is ``start``, ``middle`` or ``end``; ``code`` a fixed width."""
-
-    x: float
-    y: float
-    text: str
-    size: float = 12
-    colour: str = "ink"
-    anchor: str = "start"
-    bold: bool = False
-    code: bool = False
-    turned: bool = False
-    title: str = ""
-
-
-Mark: TypeAlias = Line | Dot | Box | Label
-
-
-@dataclass
 class Drawing:
-    """Marks, the first at the bottom.
+    """One plane with what stands around it.
 
     Attributes:
         width, height: in CSS pixels.
+        margins: around the plane.
         title: what it is, in a line.
         about: what it shows, for those who cannot see it.
+        paint: draws on the plane.
+        caption: stands above it on a sheet.
     """
 
     width: float
     height: float
+    margins: Margins
     title: str
-    about: str = ""
-    marks: list[Mark] = field(default_factory=list)
-
-    def add(self, *marks: Mark) -> None:
-        """On top of what is there."""
-        self.marks += marks
+    about: str
+    paint: Callable[[Axes], None]
+    caption: str = ""
 
 
-def text_width(text: str, size: float, code: bool = False) -> float:
-    """About how wide a text is, in pixels: a little more than most fonts need."""
-    return len(text) * size * (0.61 if code else 0.56)
+class Sheet:
+    """Drawings side by side, in rows of ``columns``, under a title: one picture to send."""
+
+    def __init__(self, drawings: Sequence[Drawing], title: str, columns: int) -> None:
+        left_out = f" (the first {MOST} of {len(drawings)})" if len(drawings) > MOST else ""
+        self.drawings, self.title = drawings[:MOST], title + left_out
+        columns = min(columns, len(self.drawings))
+        wide = max(one.width for one in self.drawings)
+        top = CAPTION if any(one.caption for one in self.drawings) else 0.0
+        self.width = columns * wide + (columns + 1) * GAP
+        self.height = 2 * GAP
+        self.corners: list[tuple[float, float]] = []
+        """Of each drawing, the left and the upper edge."""
+        for start in range(0, len(self.drawings), columns):
+            row = self.drawings[start : start + columns]
+            self.corners += [(GAP + place * (wide + GAP), self.height + top) for place in range(len(row))]
+            self.height += top + max(one.height for one in row) + GAP
 
 
-def shortened(text: str, length: int) -> str:
-    """A text with its middle left out where it is longer than this."""
-    if len(text) <= length:
-        return text
-    head = (length - 1) * 2 // 3
-    return f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
+def available() -> bool:
+    """Whether Matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
-def sheet(drawings: Sequence[Drawing], title: str, columns: int, gap: float = 24, most: int = 24) -> Drawing:
-    """Drawings side by side, in rows of ``columns``, under a title: one picture to send, of the first ``most``."""
-    if len(drawings) > most:
-        title = f"{title} (the first {most} of {len(drawings)})"
-    drawings = drawings[:most]
-    columns = min(columns, len(drawings))
-    wide = max(one.width for one in drawings)
-    found = Drawing(columns * wide + (columns + 1) * gap, 0, title, " ".join(one.about for one in drawings))
-    y = 2.0 * gap
-    for start in range(0, len(drawings), columns):
-        row = drawings[start : start + columns]
-        for place, one in enumerate(row):
-            x = gap + place * (wide + gap)
-            found.add(*(_moved(mark, x, y) for mark in one.marks))
-        y += max(one.height for one in row) + gap
-    found.height = y
-    found.add(Label(gap, 1.4 * gap, title, 15, bold=True))
-    return found
+def png(sheet: Sheet) -> bytes:
+    """The bytes of a PNG file, the same for the same drawings."""
+    figure = drawn(sheet.width, sheet.height, list(zip(sheet.drawings, sheet.corners, strict=True)), sheet.title)
+    title = sheet.title.encode("latin-1", "replace").decode("latin-1")
+    return _saved(figure, "png", {"Software": None, "Title": title})
 
 
-def titled(drawing: Drawing, text: str) -> Drawing:
-    """The same drawing under a line of text."""
-    moved = [Label(10, 16, text, 13, bold=True), *(_moved(mark, 0, 26) for mark in drawing.marks)]
-    return replace(drawing, height=drawing.height + 26, marks=moved)
+def svg(drawing: Drawing, style: str = "") -> Safe:
+    """An ``svg`` element of class ``style``, with what it shows said in words."""
+    figure = drawn(drawing.width, drawing.height, [(drawing, (0, 0))])
+    figure.patch.set_visible(False)
+    root = ElementTree.fromstring(_saved(figure, "svg", dict.fromkeys(("Creator", "Date", "Format", "Type"))))
+    shapes = {f"#{one.get('id')}": _short(one.get("d", "")) for one in root.iterfind(f".//{_SVG}defs/{_SVG}path")}
+    return tag(
+        "svg", _markup(root, shapes), viewBox=f"0 0 {drawing.width:g} {drawing.height:g}", role="img",
+        aria_label=f"{drawing.title}. {drawing.about}".strip(), class_=style or None,
+        style=f"max-width:{1.25 * drawing.width:g}px",
+    )  # fmt: skip
 
 
-def _moved(mark: Mark, x: float, y: float) -> Mark:
-    if isinstance(mark, Line):
-        return replace(mark, points=[(a + x, b + y) for a, b in mark.points])
-    return replace(mark, x=mark.x + x, y=mark.y + y)
+def drawn(
+    width: float, height: float, places: Sequence[tuple[Drawing, tuple[float, float]]], title: str = ""
+) -> Figure:
+    """A figure with drawings at their upper left corners, and with their captions where it has a title."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure((width / 72, height / 72), 72, facecolor=LIGHT["paper"])
+    with rc_context(_STYLE):  # type: ignore[arg-type]
+        if title:
+            figure.text(
+                GAP / width, 1 - 1.4 * GAP / height, printable(title), size=14, weight="bold", color=LIGHT["ink"]
+            )
+        for one, (x, y) in places:
+            left, above, right, below = one.margins
+            wide, tall = one.width - left - right, one.height - above - below
+            corner = ((x + left) / width, 1 - (y + above + tall) / height)
+            axes = figure.add_axes((*corner, wide / width, tall / height))
+            axes.patch.set_visible(False)
+            axes.spines[["left", "top", "right"]].set_visible(False)
+            axes.spines["bottom"].set_color(LIGHT["edge"])
+            axes.tick_params(which="both", length=0, pad=7, labelsize=TICK, labelcolor=LIGHT["soft"])
+            one.paint(axes)
+            if title and one.caption:
+                write(axes, one.caption, (0, 1), (10 - left, above + 10), 12, bold=True, of_plane=True)
+    return figure
+
+
+def _saved(figure: Figure, kind: str, about: dict[str, str | None]) -> bytes:
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type]
+        warnings.simplefilter("ignore", UserWarning)  # a name in a script that the font lacks
+        figure.savefig(buffer, format=kind, dpi=72 * (DENSITY if kind == "png" else 1), metadata=about)
+    return buffer.getvalue()
+
+
+def _markup(element: ElementTree.Element, shapes: dict[str, str], tip: str = "") -> Safe:
+    """What Matplotlib's SVG shows, without its groups, ids and fonts, and in the page's colours.
+
+    ``shapes`` are the paths that it defines for marks, by their ids.
+    """
+    name, own = element.tag.removeprefix(_SVG), element.get("id", "")
+    if name in ("svg", "g"):
+        tip = unquote(own.removeprefix(TIP)) if own.startswith(TIP) else tip
+        return joined(_markup(one, shapes, tip) for one in element)
+    title = tag("title", tip) if tip else None
+    given = (one.partition(":") for one in element.get("style", "").split(";"))
+    style = {key.strip(): _NAMES.get(value.strip(), value.strip()) for key, _, value in given}
+    look = {key: style[key] for key in _LOOK if key in style}
+    if name == "path":
+        return tag("path", title, d=_short(element.get("d", "")), **look)
+    if name == "use":
+        place = _short(f"translate({element.get('x', 0)} {element.get('y', 0)})")
+        return tag("path", title, d=shapes[element.get(_LINK, "")], transform=place, **look)
+    if name == "text":
+        x, y = (_short(element.get(axis, "0")) for axis in ("x", "y"))
+        kind = "code" if "Mono" in style["font-family"] else None
+        return tag("text", "".join(element.itertext()), title, x=x, y=y, class_=kind, **look)
+    return Safe("")  # definitions, and what the file says of itself
+
+
+def _short(path: str) -> str:
+    """A path with its coordinates to a tenth of a pixel."""
+    return re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), " ".join(path.split()))

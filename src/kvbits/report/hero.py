@@ -15,12 +15,12 @@ Tile = tuple[str, str, str, str]
 def hero(choice: Choice, rule: Rule) -> Safe:
     """The block at the top of a model."""
     shown = choice.take or choice.closest
-    told = [tag("p", text, class_="caveat") for text in caveats(choice)]
+    said = [tag("p", text, class_="caveat") for text in caveats(choice)]
     return tag(
         "section",
         tag("div", *(_take(choice.take, choice) if choice.take else _none(choice)), class_="take"),
         tag("ul", *map(_tile, conditions(shown, choice, rule)), class_="tiles") if shown else None,
-        *told,
+        *said,
         _others(choice),
         tag("p", stated(rule), class_="rule"),
         class_="hero" if choice.take else "hero none",

@@ -155,8 +155,8 @@ def differing(runs: list[Run]) -> list[dict[str, Any]]:
     """Of each run of one kind, what of its setting keeps it apart; digests only where nothing else does."""
     names = dict.fromkeys(name for run in runs for name in run.setting if name not in _free(run.kind))
     apart = [name for name in names if len({_text(run.setting.get(name)) for run in runs}) > 1]
-    told = [name for name in apart if not name.endswith("_sha256")] or apart
-    return [{name: run.setting.get(name) for name in told} for run in runs]
+    named = [name for name in apart if not name.endswith("_sha256")] or apart
+    return [{name: run.setting.get(name) for name in named} for run in runs]
 
 
 def numbered(runs: Iterable[Run]) -> list[tuple[int, Run]]:

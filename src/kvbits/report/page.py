@@ -11,14 +11,14 @@ from typing import Any
 
 from kvbits.report import tables, words
 from kvbits.report.choose import Choice, Rule
-from kvbits.report.drawing import DARK, LIGHT, Drawing
+from kvbits.report.drawing import NEEDED, Drawing, available, svg
 from kvbits.report.hero import hero
 from kvbits.report.markup import Safe, data, joined, tag
 from kvbits.report.merge import Measured, Run
+from kvbits.report.palette import css
 from kvbits.report.pictures import against_context, heat_maps, pictures, scatters
 from kvbits.report.scatter import NARROW
 from kvbits.report.standing import LONG
-from kvbits.report.svg import svg
 from kvbits.report.tables import Cell, Column, Table
 
 SHOWN = {"pair": 4, "maps": 6}
@@ -51,7 +51,7 @@ def page(models: Sequence[Measured], choices: Sequence[Choice], rule: Rule, ever
     return Template(_file("template.html")).substitute(
         title=joined([title]),
         policy=f"'sha256-{digest}'",
-        style=_palette() + _file("style.css"),
+        style=css() + _file("style.css"),
         body=_Body(models, rule).whole(title, choices),
         data=packed if len(packed) <= MOST_DATA else "null",
         script=script,
@@ -85,13 +85,14 @@ class _Body:
         def heading(text: str) -> Safe:
             return tag(f"h{level}", text)
 
+        drawn = available()
         return joined(
             [
                 hero(choice, self.rule),
-                _quality(measured, choice, self.rule, heading),
+                _quality(measured, choice, self.rule, heading) if drawn else tag("p", NEEDED, class_="note"),
                 _card(heading("All schemes"), self._table(tables.verdicts(choice))),
-                self._speed(measured, choice, heading),
-                self._retrieval(measured, choice, heading),
+                self._speed(measured, choice, heading) if drawn else None,
+                self._retrieval(measured, choice, heading) if drawn else None,
                 self._tasks(measured, heading),
                 self._remarks(measured, heading),
                 self._figures(measured, heading),
@@ -101,7 +102,7 @@ class _Body:
     def _speed(self, measured: Measured, choice: Choice, heading: Heading) -> Safe | None:
         parts = []
         for run in measured.runs.get("speed", []):
-            figures = [_figure(drawing, caption) for caption, drawing in against_context(run, choice)]
+            figures = list(map(_figure, against_context(run, choice)))
             if figures:
                 parts += [_apart(measured, run), *self._some(figures, "pair", "pictures")]
         return _card(heading("Speed and memory against context"), *parts) if parts else None
@@ -111,8 +112,7 @@ class _Body:
         for run in measured.runs.get("retrieval", []):
             parts.append(_apart(measured, run))
             for task, drawings in heat_maps(run, choice):
-                figures = [_figure(drawing) for drawing in drawings]
-                parts += [tag("p", task, class_="task"), *self._some(figures, "maps", "schemes")]
+                parts += [tag("p", task, class_="task"), *self._some(list(map(_figure, drawings)), "maps", "schemes")]
         said = "Per cent found, by how deep in the text the answer lies (down) and how long the text is (across)."
         return _card(heading("Retrieval"), tag("p", said, class_="about"), *parts) if parts else None
 
@@ -187,8 +187,8 @@ def _card(*inside: object) -> Safe:
     return tag("section", *inside, class_="card")
 
 
-def _figure(drawing: Drawing, caption: str = "") -> Safe:
-    return tag("figure", tag("figcaption", caption) if caption else None, svg(drawing))
+def _figure(drawing: Drawing) -> Safe:
+    return tag("figure", tag("figcaption", drawing.caption) if drawing.caption else None, svg(drawing))
 
 
 def _closed(title: str, inside: Safe) -> Safe:
@@ -296,9 +296,3 @@ def _classes(*names: str | None) -> str | None:
 def _file(name: str) -> str:
     folder = resources.files(__name__.rpartition(".")[0]).joinpath("page_files")
     return folder.joinpath(name).read_text(encoding="utf-8")
-
-
-def _palette() -> str:
-    """The colours as CSS variables, for both schemes; paper is light."""
-    light, dark = (";".join(f"--{name}:{value}" for name, value in colours.items()) for colours in (LIGHT, DARK))
-    return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark};color-scheme:dark}}}}\n"

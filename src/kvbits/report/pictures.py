@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbits.report import lines
 from kvbits.report.choose import Choice, Rule, choose
-from kvbits.report.drawing import Drawing, sheet, titled
+from kvbits.report.drawing import Drawing, Sheet
 from kvbits.report.heat import heat
 from kvbits.report.merge import Measured, Row, Run, numbered
 from kvbits.report.scatter import WIDE, scatter
@@ -23,7 +23,7 @@ def scatters(measured: Measured, choice: Choice, rule: Rule, width: float = WIDE
     return [(name, drawing) for name, drawing in drawn if drawing is not None]
 
 
-def against_context(run: Run, choice: Choice) -> list[tuple[str, Drawing]]:
+def against_context(run: Run, choice: Choice) -> list[Drawing]:
     """Speed and memory of each combination of weights, dtype and batch, the main one first, each with a caption."""
     main = combination(run)
     groups: dict[tuple[Any, ...], list[Row]] = {tuple(main.get(name) for name in COMBINATION): []}
@@ -33,15 +33,14 @@ def against_context(run: Run, choice: Choice) -> list[tuple[str, Drawing]]:
     look = lines.looks(choice)
     found = []
     for key, rows in groups.items():
-        told = [
-            _told(*pair) for pair, shown in zip(zip(COMBINATION, key, strict=True), differing, strict=True) if shown
+        known = [
+            _in_words(*pair) for pair, shown in zip(zip(COMBINATION, key, strict=True), differing, strict=True) if shown
         ]
         speed = lines.SPEED if any(row.get(lines.SPEED.field) for row in rows) else lines.STEP
         for quantity in (speed, lines.MEMORY):
-            drawing = lines.lines(rows, quantity, look)
-            if drawing is not None:
-                found.append((": ".join(x for x in (quantity.title, ", ".join(told)) if x), drawing))
-    return found
+            caption = ": ".join(x for x in (quantity.title, ", ".join(known)) if x)
+            found.append(lines.lines(rows, quantity, look, caption))
+    return [drawing for drawing in found if drawing is not None]
 
 
 def heat_maps(run: Run, choice: Choice) -> list[tuple[str, list[Drawing]]]:
@@ -68,44 +67,44 @@ def pictures(run: Run) -> int:
     return len(kinds) * (2 if run.kind == "speed" else 1)
 
 
-def files(models: Sequence[Measured], choices: Sequence[Choice], rule: Rule) -> list[tuple[str, str, Drawing]]:
+def files(models: Sequence[Measured], choices: Sequence[Choice], rule: Rule) -> list[tuple[str, str, Sheet]]:
     """Every picture for itself: its model, a name for its file that no other has, and what is in it."""
-    found: list[tuple[str, str, Drawing]] = []
+    found: list[tuple[str, str, Sheet]] = []
     taken: set[str] = set()
     for measured, choice in zip(models, choices, strict=True):
-        for name, drawing in _of(measured, choice, rule):
+        for name, sheet in _of(measured, choice, rule):
             stem = _slug(f"{name}-{measured.model}" if len(models) > 1 else name)
             number = 1
             while (file := stem if number == 1 else f"{stem}-{number}") in taken:
                 number += 1
             taken.add(file)
-            found.append((measured.model, f"{file}.png", drawing))
+            found.append((measured.model, f"{file}.png", sheet))
     return found
 
 
-def _of(measured: Measured, choice: Choice, rule: Rule) -> Iterator[tuple[str, Drawing]]:
+def _of(measured: Measured, choice: Choice, rule: Rule) -> Iterator[tuple[str, Sheet]]:
     """The pictures of one model, each with a name."""
 
     def about(title: str) -> str:
         return f"{title}, {measured.model}"
 
     for name, drawing in scatters(measured, choice, rule):
-        yield name, sheet([drawing], about(drawing.title), 1)
+        yield name, Sheet([drawing], about(drawing.title), 1)
     for place, run in numbered(measured.all_runs):
         again = f"-{place}" if place > 1 else ""
         if run.kind == "speed":
             drawn = against_context(run, choice)
             for name, quantities in (("speed", (lines.SPEED, lines.STEP)), ("memory", (lines.MEMORY,))):
                 titles = {quantity.title for quantity in quantities}
-                parts = [titled(drawing, caption) for caption, drawing in drawn if drawing.title in titles]
+                parts = [drawing for drawing in drawn if drawing.title in titles]
                 if parts:
-                    yield f"{name}{again}", sheet(parts, about(f"{parts[0].title} against context"), 2)
+                    yield f"{name}{again}", Sheet(parts, about(f"{parts[0].title} against context"), 2)
         elif run.kind == "retrieval":
             for task, maps in heat_maps(run, choice):
-                yield f"retrieval-{task}{again}", sheet(maps, about(f"Retrieval, {task}: per cent found"), 4)
+                yield f"retrieval-{task}{again}", Sheet(maps, about(f"Retrieval, {task}: per cent found"), 4)
 
 
-def _told(name: str, value: Any) -> str:
+def _in_words(name: str, value: Any) -> str:
     if name == "weights":
         return "weights as loaded" if value in (None, "none") else f"{value} weights"
     return f"batch {value}" if name == "batch" else str(value)

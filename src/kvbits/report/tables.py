@@ -219,11 +219,11 @@ def rows_of(run: Run, rows: Sequence[Row], title: str) -> Table:
     fields = [
         field for field in FIELDS[run.kind] if any(row.get(name) is not None for row in rows for name in field.names)
     ]
-    told = [words.cut("; ".join(_told(row))) for row in rows]
-    some = any(told)
+    said = [words.cut("; ".join(_remarks(row))) for row in rows]
+    some = any(said)
     columns = [field.column for field in fields] + ([Column("remarks", left=True, long=True)] if some else [])
     found = []
-    for row, remark in zip(rows, told, strict=True):
+    for row, remark in zip(rows, said, strict=True):
         cells = [Cell(field.write(row), _sort_value(field, row)) for field in fields]
         found.append(cells + ([Cell(remark, mark="bad" if failed(row) else "warn")] if some else []))
     return Table(title, columns, found, note=_note(run))
@@ -269,7 +269,7 @@ def remarks(measured: Measured) -> list[tuple[str, str]]:
     about: dict[tuple[str, str], dict[str, None]] = {}
     for run in measured.all_runs:
         for row in sorted(run.rows, key=failed, reverse=True):
-            for text in _told(row):
+            for text in _remarks(row):
                 about.setdefault((run.kind, text), {})[row["scheme"]] = None
         for name, values in run.varying.items():
             about[run.kind, f"rows differ in {name}: {words.listed(list(map(words.plain, values)))}"] = {}
@@ -301,7 +301,7 @@ def _note(run: Run) -> str:
     )
 
 
-def _told(row: Row) -> list[str]:
+def _remarks(row: Row) -> list[str]:
     """What a row says besides figures: why it failed, what it warns of, what to do, and why a figure is missing."""
     found = [f"failed: {row['error']}"] if failed(row) else []
     found += [*warnings_of(row), *([str(row["advice"])] if row.get("advice") else [])]

@@ -147,7 +147,7 @@ class Scheme:
         if found is None:
             return plain
         residual = plain.residual
-        if found.is_exact:
+        if isinstance(found.key, Exact) and isinstance(found.value, Exact):
             residual = None
         elif residual is None:
             residual = RESIDUAL_TOKENS
