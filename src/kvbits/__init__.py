@@ -1,7 +1,7 @@
 """kvbits: the KV cache of language models in 2 to 8 bits, and attention straight from the stored bits.
 
-Names are loaded at first use. ``cache_for``, ``freeze``, ``enable``, ``disable``, ``load_model``, ``explain``,
-``calibrate``, ``save``, ``load`` and ``PrefixStore`` need Transformers; everything else works without it.
+Names are loaded at first use. ``cache_for``, ``freeze``, ``enable``, ``disable``, ``load_model``, ``load_tokenizer``,
+``explain``, ``calibrate``, ``save``, ``load`` and ``PrefixStore`` need Transformers; everything else works without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvbits.hf.cache import KVCache, nbytes_of
     from kvbits.hf.explain import explain
     from kvbits.hf.frozen import StaticKVCache, freeze
-    from kvbits.hf.loading import load_model
+    from kvbits.hf.loading import load_model, load_tokenizer
     from kvbits.layer.cache import LayerCache
     from kvbits.schemes.catalogue import CATALOGUE, RECOMMENDED
     from kvbits.schemes.scheme import Scheme
@@ -44,6 +44,7 @@ __all__ = [
     "load",
     "load_calibration",
     "load_model",
+    "load_tokenizer",
     "nbytes_of",
     "save",
 ]
@@ -67,6 +68,7 @@ _LAZY = {
     "load": "kvbits.sessions.saving",
     "load_calibration": "kvbits.files",
     "load_model": "kvbits.hf.loading",
+    "load_tokenizer": "kvbits.hf.loading",
     "nbytes_of": "kvbits.hf.cache",
     "save": "kvbits.sessions.saving",
 }
