@@ -24,7 +24,7 @@ def main(name: str = "smollm2") -> None:
         kvbits.save(cache, file)  # tomorrow, and in another process, the next lines are enough
         print(f"{document.input_ids.shape[1]} tokens in a file of {file.stat().st_size / 1e6:.1f} MB")
         for question in QUESTIONS:
-            cache = kvbits.load(model, file)
+            cache = kvbits.load(file, model)
             prompt = tokenizer(f"{DOCUMENT}\nQuestion: {question}\nAnswer:", return_tensors="pt")
             output = model.generate(**prompt, cache=cache, max_new_tokens=8, do_sample=False)
             print(question, "->", tokenizer.decode(output[0, prompt.input_ids.shape[1] :]).strip())

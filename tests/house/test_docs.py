@@ -143,7 +143,7 @@ class Example:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.page = ROOT / "docs" / "add-a-method.md"
-        self.file, self.entry, self.rows, self.trial = python(self.page)
+        self.file, self.entry, self.rows, self.trial, self.recipe = python(self.page)
         match = re.fullmatch(r"file: src/(.*)\.py", self.file.comment)
         assert match is not None
         name = match[1].replace("/", ".")
@@ -177,7 +177,9 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Example:
 
 
 def test_method_example_runs(example: Example) -> None:
-    example.trial.run(example.page, {"__name__": "trial"})
+    namespace: dict[str, Any] = {"__name__": "trial"}
+    example.trial.run(example.page, namespace)
+    example.recipe.run(example.page, namespace)
 
 
 def test_method_example_is_a_full_member(example: Example) -> None:
