@@ -1,4 +1,4 @@
-// What an encoder is told: plain numbers, checked by the binding (encode_module.cpp).
+// What an encoder is told: plain numbers, checked by the binding (binding/encode_module.cpp).
 #pragma once
 
 #include "format.hpp"

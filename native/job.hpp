@@ -1,4 +1,4 @@
-// One attention call, checked (module.cpp), and what its pieces leave behind.
+// One attention call, checked (binding/module.cpp), and what its pieces leave behind.
 #pragma once
 
 #include <vector>

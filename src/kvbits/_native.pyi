@@ -1,4 +1,4 @@
-"""The compiled module; see native/module.cpp."""
+"""The compiled module; see native/binding/module.cpp."""
 
 from collections.abc import Sequence
 from typing import Any

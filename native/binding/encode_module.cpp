@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "binding.hpp"
-#include "pool.hpp"
+#include "../pool.hpp"
 
 namespace kvbits {
 namespace {

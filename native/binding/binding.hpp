@@ -2,7 +2,7 @@
 #pragma once
 
 #include "array.hpp"
-#include "run.hpp"
+#include "../run.hpp"
 
 namespace kvbits {
 
