@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,29 @@ def test_an_example_runs(name: str, shown: list[str], main: Any, capsys: pytest.
     main(name)()
     out = capsys.readouterr().out
     assert [text for text in shown if text not in out] == [], out
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_notebook_runs_and_draws(smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matplotlib = pytest.importorskip("matplotlib", reason="the notebook draws")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn: list[list[str]] = []
+    monkeypatch.setattr(pyplot, "show", lambda: drawn.append([axes.get_title() for axes in pyplot.gcf().axes]))
+    names: dict[str, Any] = {}
+    for cell in json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"]).replace('MODEL = "smollm2"', f"MODEL = {str(smollm2_folder)!r}")
+            exec(compile(source, cell["id"], "exec"), names)
+    pyplot.close("all")
+    assert [titles[0].partition(" (")[0] for titles in drawn] == [
+        "Quality against bits: lower left is better", "Speed against context", "512 tokens",
+    ]  # fmt: skip
+    quality = {scheme: (bits, kl) for bits, kl, scheme in names["points"]}
+    assert quality["int8"][1] < quality["default"][1] < quality["small"][1] < quality["int2"][1]
+    assert quality["small"][0] < quality["default"][0] < quality["int8"][0]
 
 
 def test_every_example_is_listed_and_run() -> None:
