@@ -50,7 +50,7 @@ def test_a_file_has_one_line_for_each_row(tmp_path: Path) -> None:
     for count in range(3):
         text = results.save(tmp_path / "out.json").read_text()
         assert len(text.splitlines()) == 6 + (count + 1 if count else 0)
-        assert [json.loads(x.strip(",")) for x in text.splitlines() if x.startswith("  {")] == results.rows
+        assert [json.loads(x.strip(",")) for x in text.splitlines() if x.startswith('{"')] == results.rows
         assert Results.load(tmp_path / "out.json") == results
         results.put(row("quality", f"int{count}\n", figure=[0.1, None, {"漢": 1}]))
     with pytest.raises(ValueError, match="JSON"):

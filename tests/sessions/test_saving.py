@@ -375,7 +375,7 @@ def test_files_of_an_earlier_release_load(path: Path, tmp_path: Path) -> None:
     cache = kvbits.cache_for(model, saved.scheme)
     call(model, cache, saved.tokens)
     for old, new in zip(saved.cache(model).packed_layers, cache.packed_layers, strict=True):
-        for one, other in zip(old.core.view().dense(), new.core.view().dense(), strict=True):
+        for one, other in zip(dense(old.core.view()), dense(new.core.view()), strict=True):
             same = torch.isclose(one, other, rtol=1e-3, atol=1e-3)  # elements between two codes: products are rounded
             assert float(same.float().mean()) > 0.99
 
