@@ -8,7 +8,6 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -136,72 +135,6 @@ def test_every_runnable_snippet_has_a_test() -> None:
     names = {page.name for page in PAGES if python(page)}
     plain = {"README", "calibration", "chat", "journey", "measure", "plan", "save", "schemes", "static", "add-a-method"}
     assert names == {f"{name}.md" for name in plain}
-
-
-class Example:
-    """The codec of docs/add-a-method.md, registered in the tables as the page says, for the length of one test."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.page = ROOT / "docs" / "add-a-method.md"
-        self.file, self.entry, self.rows, self.trial, self.recipe = python(self.page)
-        match = re.fullmatch(r"file: src/(.*)\.py", self.file.comment)
-        assert match is not None
-        name = match[1].replace("/", ".")
-        module = types.ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up
-        self.file.run(self.page, vars(module))
-
-        assert self.entry.comment == "into: kvbits.codecs"
-        self.before = kvbits.codecs.CODECS
-        table = dict(vars(kvbits.codecs))
-        self.entry.run(self.page, table)
-        self.codecs = table["CODECS"]
-
-        assert self.rows.comment == "into: kvbits.schemes.catalogue"
-        names = {**vars(kvbits.schemes.catalogue), "Clipped": table["Clipped"]}
-        self.rows.run(self.page, names)
-        self.entries = names["CATALOGUE"][len(CATALOGUE) :]
-        assert self.entries and names["CATALOGUE"][: len(CATALOGUE)] == CATALOGUE
-
-        monkeypatch.setattr(kvbits.codecs, "CODECS", self.codecs)
-        for owner in (kvbits, kvbits.schemes.catalogue, kvbits.schemes.names):
-            monkeypatch.setattr(owner, "CATALOGUE", (*CATALOGUE, *self.entries))
-        for entry in self.entries:
-            monkeypatch.setitem(kvbits.schemes.catalogue.BY_NAME, entry.name, entry)
-        self.module = module
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Example:
-    return Example(monkeypatch)
-
-
-def test_method_example_runs(example: Example) -> None:
-    namespace: dict[str, Any] = {"__name__": "trial"}
-    example.trial.run(example.page, namespace)
-    example.recipe.run(example.page, namespace)
-
-
-def test_method_example_is_a_full_member(example: Example) -> None:
-    new = example.module.Clipped
-    assert example.codecs == (*example.before, new), "the page shows another CODECS than the code has"
-    for text in [*new.examples, *(entry.name for entry in example.entries), "k=clip2-channel,v=clip2"]:
-        scheme = kvbits.Scheme.parse(text)
-        assert str(scheme) == text and kvbits.Scheme.from_json(scheme.to_json()) == scheme
-    with pytest.raises(ValueError, match="clip4"):
-        kvbits.Scheme.parse("clip5")
-    codec = new(4)
-    encoded = codec.encode(torch.full((2, 32, 80), 0.3).bfloat16(), {})
-    assert {name: (part.dtype, part.shape[1:]) for name, part in encoded.items()} == {
-        part.name: (part.dtype, part.shape) for part in codec.layout(32, 80, torch.bfloat16)
-    }
-    assert torch.equal(codec.decode(encoded, {}).bfloat16(), torch.full((2, 32, 80), 0.3).bfloat16())
-
-
-def test_method_example_fails_without_its_idea(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(example.module, "RATIOS", (1.0,))
-    with pytest.raises(AssertionError):
-        example.trial.run(example.page, {"__name__": "trial"})
 
 
 # -- names -----------------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_whole_blocks(scheme: str, count: int) -> None:
         for kept in range(whole, left + 1):
             twin = copy.deepcopy(core)
             assert core.store is not None
-            cut = core._cut(0, count - kept, kept)
+            cut = core._crop_of(0, count - kept, kept)
             assert (cut.border == 0) == (kept == whole) or (cut.border == 0 and cut.blocks == blocks), (left, kept)
         twin.crop(count - whole)
         for now, then in zip(dense(twin.view()), shown, strict=True):
