@@ -122,111 +122,149 @@ std::vector<float> floats_in(nb::handle list, const char* what, size_t count) {
     return all;
 }
 
+// How to encode blocks of x, checked; without what is given for its scales, and without outliers.
+Encoder encoder_of(const Blocks& x, Choice choice, Levels levels, Per per, int bits, int64_t length, float limit) {
+    require(x.tokens > 0 && x.channels > 0 && x.tokens < (1 << 30) && x.channels < (1 << 20), "an empty or enormous block");
+    require(x.tokens % 8 == 0, "a block must be a multiple of 8 tokens");
+    require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "codes have 2, 3, 4 or 8 bits");
+    require_limit(limit, x.type);
+    const bool quadratic = choice == Choice::half_quadratic, range = choice == Choice::range || choice == Choice::open_range;
+    const bool given = choice == Choice::fixed, norm = choice == Choice::norm, per_channel = per == Per::channel;
+    require(range || quadratic || given || norm || choice == Choice::magnitude, "an unknown choice of scales");
+    const bool fits = levels == Levels::uniform ? range || quadratic || (given && per_channel)
+                      : levels == Levels::table ? (range || norm || (given && per_channel)) && bits <= 4
+                                                : levels == Levels::e4m3 && bits == 8 && (choice == Choice::magnitude || given);
+    require(fits, "levels do not fit the bits or the choice of scales");
+    require(per == Per::token || (per_channel && (range || quadratic || (given && levels != Levels::e4m3))), "groups run along tokens or channels");
+    const int64_t along = per == Per::token ? x.channels : x.tokens;
+    require(length > 0 && length <= along, "groups are longer than the block, or empty");
+    require(per == Per::token || along % length == 0, "groups of tokens must divide the block");
+    Encoder encoder;
+    encoder.choice = choice;
+    encoder.levels = levels;
+    encoder.per = per;
+    encoder.bits = bits;
+    encoder.tokens = x.tokens;
+    encoder.channels = x.channels;
+    encoder.length = length;
+    encoder.groups = (along + length - 1) / length;
+    encoder.limit = limit;
+    encoder.bottom = levels == Levels::table ? -1.0f : 0.0f;
+    encoder.span = levels == Levels::table ? 2.0f : levels == Levels::e4m3 ? 448.0f : float((1 << bits) - 1);
+    require(encoder.groups == 1 || !(given || norm), "what has one scale has one group");
+    return encoder;
+}
+
+void set_table(Encoder& encoder, nb::handle edges, nb::handle table) {
+    for (float& edge : encoder.edges) edge = __builtin_inff();
+    if (encoder.levels != Levels::table) return;
+    const size_t count = size_t(1) << encoder.bits;
+    const auto between = floats_in(edges, "edges", count - 1), all = floats_in(table, "the table", count);
+    std::copy(between.begin(), between.end(), encoder.edges);
+    std::copy(all.begin(), all.end(), encoder.table);
+}
+
+// Blocks, and where the parts of each go: the parts of all blocks lie next to each other.
+struct Encoding {
+    const Blocks& x;
+    Encoder encoder;
+    Encoded parts = {};             // of the first block
+    int64_t codes = 0, scales = 0;  // bytes of codes and number of scales of a block
+    Statics statics = {};           // of the first head
+    int64_t heads = 1, blocks = 1;  // blocks of a head, next to each other in the leading dimensions
+
+    void set_scale(float fixed) {
+        if (encoder.choice != Choice::fixed || encoder.per == Per::channel) return;
+        require(fixed == fixed && fixed != 0, "the scale is 0 or NaN");
+        encoder.scale = fixed;
+    }
+
+    void set_statics(nb::handle scale, nb::handle zero) {
+        if (encoder.choice != Choice::fixed || encoder.per != Per::channel) return;
+        require(x.shape.size() >= 2, "static scales are for blocks [..., heads, blocks, tokens, channels]");
+        heads = x.shape[x.shape.size() - 2];
+        blocks = x.shape.back();
+        statics = {floats_of(scale, "static scale", {heads, x.channels}), floats_of(zero, "static zero", {heads, x.channels})};
+        require(statics.scale && statics.zero, "static scale or zero is missing");
+    }
+
+    void set_dense(nb::handle code, nb::handle scale, nb::handle zero) {
+        const bool per_token = encoder.per == Per::token;
+        const int64_t rows = x.tokens * encoder.bits / 8, across = per_token ? x.tokens : encoder.groups;
+        const int64_t columns = per_token ? encoder.groups : x.channels;
+        const bool has_scale = encoder.choice != Choice::fixed;
+        const bool has_zero = has_scale && encoder.choice != Choice::norm && encoder.choice != Choice::magnitude;
+        codes = rows * x.channels;
+        scales = across * columns;
+        parts.codes = part_of(code, "codes", Type::u8, x, rows, x.channels);
+        require(has_scale != scale.is_none() && has_zero != zero.is_none(), "scale or zero is missing, or given where there is none");
+        if (has_scale) parts.scale = reinterpret_cast<uint16_t*>(part_of(scale, "scale", Type::bf16, x, across, columns));
+        if (has_zero) parts.zero = reinterpret_cast<uint16_t*>(part_of(zero, "zero", Type::f16, x, across, columns));
+    }
+
+    void set_outliers(nb::handle index, nb::handle value) {
+        if (index.is_none()) return;
+        const bool range = encoder.choice == Choice::range || encoder.choice == Choice::open_range;
+        require(range || statics.scale, "outliers beside scales that are chosen otherwise");
+        require(x.tokens * x.channels <= 65536, "outliers index at most 65536 elements");
+        const nb::object count = nb::getattr(index, "shape", nb::make_tuple(0))[nb::int_(-1)];
+        encoder.outliers = nb::cast<int>(count);
+        require(encoder.outliers > 0 && encoder.outliers <= x.tokens * x.channels, "more outliers than elements, or none");
+        parts.outlier_index = reinterpret_cast<uint16_t*>(list_of(index, "outlier_index", Type::u16, x, encoder.outliers));
+        parts.outlier_value = reinterpret_cast<uint16_t*>(list_of(value, "outlier_value", Type::bf16, x, encoder.outliers));
+    }
+
+    Encoded parts_at(int64_t index) const {
+        const auto at = [index](auto* all, int64_t size) { return all ? all + index * size : nullptr; };
+        return {at(parts.codes, codes), at(parts.scale, scales), at(parts.zero, scales), at(parts.outlier_index, encoder.outliers),
+                at(parts.outlier_value, encoder.outliers)};
+    }
+
+    Statics statics_at(int64_t index) const {
+        if (!statics.scale) return {};
+        const int64_t from = index / blocks % heads * x.channels;
+        return {statics.scale + from, statics.zero + from};
+    }
+
+    // What was seen in all blocks together.
+    Seen run(const Kernels& kernels, int threads) const {
+        const int64_t bytes = kernels.encode_scratch_bytes(encoder, x.type);
+        std::vector<Seen> seen(size_t(x.count));
+        parallel(x.count, threads, [&](int64_t index) {
+            seen[size_t(index)] =
+                kernels.encode(encoder, x.type, x[index], x.stride, statics_at(index), parts_at(index), scratch_of_thread(bytes));
+        });
+        Seen all;
+        for (const Seen& block : seen) {
+            all.sound = all.sound && block.sound;
+            all.largest = block.largest > all.largest ? block.largest : all.largest;
+        }
+        return all;
+    }
+};
+
 // Encode every block of x. Returns how many elements are unsound (then the parts are worthless), and, where one scale
 // is fixed for all, the largest magnitude.
 nb::tuple encode(int isa, int threads, nb::handle tensor, int choice, int levels, int per, int bits, int64_t length, nb::handle codes,
                  nb::handle scale, nb::handle zero, nb::handle outlier_index, nb::handle outlier_value, nb::handle edges, nb::handle table,
                  float fixed, nb::handle static_scale, nb::handle static_zero, float limit) {
     const Blocks x = blocks_of(tensor, "x", element_types);
-    require(x.tokens > 0 && x.channels > 0 && x.tokens < (1 << 30) && x.channels < (1 << 20), "an empty or enormous block");
-    require(x.tokens % 8 == 0, "a block must be a multiple of 8 tokens");
-    require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "codes have 2, 3, 4 or 8 bits");
-    require_limit(limit, x.type);
-    Encoder told;
-    told.choice = Choice(choice);
-    told.levels = Levels(levels);
-    told.per = Per(per);
-    told.bits = bits;
-    told.tokens = x.tokens;
-    told.channels = x.channels;
-    told.length = length;
-    told.limit = limit;
-    const bool range = told.choice == Choice::range || told.choice == Choice::open_range;
-    const bool quadratic = told.choice == Choice::half_quadratic;
-    const bool given = told.choice == Choice::fixed, norm = told.choice == Choice::norm, per_channel = told.per == Per::channel;
-    require(range || quadratic || given || norm || told.choice == Choice::magnitude, "an unknown choice of scales");
-    const bool fits = told.levels == Levels::uniform ? range || quadratic || (given && per_channel)
-                      : told.levels == Levels::table ? (range || norm || (given && per_channel)) && bits <= 4
-                                                     : told.levels == Levels::e4m3 && bits == 8 && (told.choice == Choice::magnitude || given);
-    require(fits, "levels do not fit the bits or the choice of scales");
-    require(told.per == Per::token || (per_channel && (range || quadratic || (given && told.levels != Levels::e4m3))),
-            "groups run along tokens or channels");
-    const int64_t along = told.per == Per::token ? x.channels : x.tokens;
-    require(length > 0 && length <= along, "groups are longer than the block, or empty");
-    require(told.per == Per::token || along % length == 0, "groups of tokens must divide the block");
-    told.groups = (along + length - 1) / length;
-    require(told.groups == 1 || !(given || norm), "what has one scale has one group");
-    told.bottom = told.levels == Levels::table ? -1.0f : 0.0f;
-    told.span = told.levels == Levels::table ? 2.0f : told.levels == Levels::e4m3 ? 448.0f : float((1 << bits) - 1);
-    for (float& edge : told.edges) edge = __builtin_inff();
-    if (told.levels == Levels::table) {
-        const auto between = floats_in(edges, "edges", (size_t(1) << bits) - 1), all = floats_in(table, "the table", size_t(1) << bits);
-        std::copy(between.begin(), between.end(), told.edges);
-        std::copy(all.begin(), all.end(), told.table);
-    }
-    Statics statics;
-    const bool statics_given = given && per_channel;
-    if (given && !per_channel) {
-        require(fixed == fixed && fixed != 0, "the scale is 0 or NaN");
-        told.scale = fixed;
-    }
-    int64_t heads = 1, blocks = 1;  // of a head, next to each other in the leading dimensions
-    if (statics_given) {
-        require(x.shape.size() >= 2, "static scales are for blocks [..., heads, blocks, tokens, channels]");
-        heads = x.shape[x.shape.size() - 2];
-        blocks = x.shape.back();
-        statics = {floats_of(static_scale, "static scale", {heads, x.channels}), floats_of(static_zero, "static zero", {heads, x.channels})};
-        require(statics.scale && statics.zero, "static scale or zero is missing");
-    }
-    const int64_t rows = x.tokens * bits / 8, across = told.per == Per::token ? x.tokens : told.groups;
-    const int64_t columns = told.per == Per::token ? told.groups : x.channels;
-    Encoded all;
-    all.codes = part_of(codes, "codes", Type::u8, x, rows, x.channels);
-    const bool scales = !given, zeros = range || quadratic;
-    require(scales != scale.is_none() && zeros != zero.is_none(), "scale or zero is missing, or given where there is none");
-    if (scales) all.scale = reinterpret_cast<uint16_t*>(part_of(scale, "scale", Type::bf16, x, across, columns));
-    if (zeros) all.zero = reinterpret_cast<uint16_t*>(part_of(zero, "zero", Type::f16, x, across, columns));
-    if (!outlier_index.is_none()) {
-        require(range || statics_given, "outliers beside scales that are chosen otherwise");
-        require(x.tokens * x.channels <= 65536, "outliers index at most 65536 elements");
-        const nb::object count = nb::getattr(outlier_index, "shape", nb::make_tuple(0))[nb::int_(-1)];
-        told.outliers = nb::cast<int>(count);
-        require(told.outliers > 0 && told.outliers <= x.tokens * x.channels, "more outliers than elements, or none");
-        all.outlier_index = reinterpret_cast<uint16_t*>(list_of(outlier_index, "outlier_index", Type::u16, x, told.outliers));
-        all.outlier_value = reinterpret_cast<uint16_t*>(list_of(outlier_value, "outlier_value", Type::bf16, x, told.outliers));
-    }
+    Encoding encoding{x, encoder_of(x, Choice(choice), Levels(levels), Per(per), bits, length, limit)};
+    set_table(encoding.encoder, edges, table);
+    encoding.set_scale(fixed);
+    encoding.set_statics(static_scale, static_zero);
+    encoding.set_dense(codes, scale, zero);
+    encoding.set_outliers(outlier_index, outlier_value);
     const Kernels& kernels = kernels_at(isa);
     threads = threads < 1 ? 1 : threads;
+    Seen seen;
     int64_t bad = 0;
-    float largest = 0;
     {
         const nb::gil_scoped_release released;
-        const int64_t bytes = kernels.encode_scratch_bytes(told, x.type);
-        std::vector<Seen> seen(size_t(x.count));
-        parallel(x.count, threads, [&](int64_t index) {
-            Encoded here;
-            here.codes = all.codes + index * rows * x.channels;
-            if (scales) here.scale = all.scale + index * across * columns;
-            if (zeros) here.zero = all.zero + index * across * columns;
-            if (told.outliers) {
-                here.outlier_index = all.outlier_index + index * told.outliers;
-                here.outlier_value = all.outlier_value + index * told.outliers;
-            }
-            Statics of_head;
-            if (statics_given) {
-                const int64_t from = index / blocks % heads * x.channels;
-                of_head = {statics.scale + from, statics.zero + from};
-            }
-            seen[size_t(index)] = kernels.encode(told, x.type, x[index], x.stride, of_head, here, scratch_of_thread(bytes));
-        });
-        bool sound = true;
-        for (const Seen& block : seen) {
-            sound = sound && block.sound;
-            largest = block.largest > largest ? block.largest : largest;
-        }
-        if (!sound) bad = unsound(x, limit, threads);
+        seen = encoding.run(kernels, threads);
+        if (!seen.sound) bad = unsound(x, limit, threads);
     }
-    return nb::make_tuple(bad, largest);
+    return nb::make_tuple(bad, seen.largest);
 }
 
 // Rotate every block of x [..., tokens, channels] into `output`, float32 and contiguous.
@@ -247,9 +285,11 @@ void hadamard(int isa, int threads, nb::handle tensor, nb::handle signs, nb::han
 }  // namespace
 
 void bind_encode(nb::module_& m) {
-    m.def("encode", &encode, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
-          nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(),
-          nb::arg().none(), nb::arg().none(), nb::arg());
+    m.def("encode", &encode, nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("x").none(), nb::arg("choice"),
+          nb::arg("levels"), nb::arg("per"), nb::arg("bits"), nb::arg("length"), nb::arg("codes").none(),
+          nb::arg("scale").none(), nb::arg("zero").none(), nb::arg("outlier_index").none(),
+          nb::arg("outlier_value").none(), nb::arg("edges").none(), nb::arg("table").none(), nb::arg("fixed"),
+          nb::arg("static_scale").none(), nb::arg("static_zero").none(), nb::arg("limit"));
     m.def("hadamard", &hadamard, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none());
     m.def("count_unsound", &count_unsound, nb::arg(), nb::arg().none(), nb::arg());
 }

@@ -120,121 +120,152 @@ std::vector<int> counts_of(nb::handle counts, int batch, int64_t most, const cha
     return all;
 }
 
-void attend_tensors(const Record& record, int isa, int threads, nb::handle output, nb::handle query, nb::handle pool, nb::handle table, nb::handle counts, int first_token, nb::handle keys, nb::handle values, nb::handle held, int sinks,
-            int dropped, nb::handle statics, nb::handle transforms, nb::handle mask, nb::handle column_of, int64_t offset,
-            int64_t first_query_column, int64_t window, bool packed_visible, bool exact_visible, float scaling, float softcap,
-            nb::handle sink_logits, nb::handle log_sums) {
-    Job job;
-    job.record = record;
-    const Side &k = record.key, &v = record.value;
+void set_tensors(Job& job, nb::handle keys, nb::handle values, nb::handle query, nb::handle output) {
+    const int key_channels = job.record.key.channels, value_channels = job.record.value.channels;
     job.keys = array_of(keys, "keys", 4, element_types);
     job.values = array_of(values, "values", 4, element_types);
     job.query = array_of(query, "query", 4, element_types);
     job.output = array_of(output, "output", 4, element_types);
-    const int64_t batch = job.keys.shape[0], heads = job.keys.shape[1], q_heads = job.query.shape[1], queries = job.query.shape[2];
-    require(batch > 0 && heads > 0 && queries > 0 && batch * heads < (1 << 24) && q_heads < (1 << 24) &&
-                queries < (1 << 24) && q_heads * queries < (1 << 24), "an empty or enormous call");
-    require(job.keys.shape[3] == k.channels && job.values.shape[3] == v.channels, "keys or values do not have the layout's channels");
-    require(job.values.shape[0] == batch && job.values.shape[1] == heads && job.values.shape[2] == job.keys.shape[2],
-            "keys and values differ in rows, heads or tokens");
-    require(job.query.shape[0] == batch && job.query.shape[3] == k.channels && q_heads % heads == 0 && q_heads > 0, "query does not fit the keys");
-    require(job.output.shape[0] == batch && job.output.shape[1] == q_heads && job.output.shape[2] == queries && job.output.shape[3] == v.channels,
-            "output does not fit query and values");
+    const int64_t *k = job.keys.shape, *v = job.values.shape, *q = job.query.shape, *o = job.output.shape;
+    const int64_t batch = k[0], heads = k[1], q_heads = q[1], queries = q[2], most = 1 << 24;
+    require(batch > 0 && heads > 0 && queries > 0 && batch * heads < most && q_heads < most && queries < most && q_heads * queries < most,
+            "an empty or enormous call");
+    require(k[3] == key_channels && v[3] == value_channels, "keys or values do not have the layout's channels");
+    require(v[0] == batch && v[1] == heads && v[2] == k[2], "keys and values differ in rows, heads or tokens");
+    require(q[0] == batch && q[3] == key_channels && q_heads % heads == 0 && q_heads > 0, "query does not fit the keys");
+    require(o[0] == batch && o[1] == q_heads && o[2] == queries && o[3] == value_channels, "output does not fit query and values");
     job.batch = int(batch);
     job.heads = int(heads);
     job.group = int(q_heads / heads);
     job.queries = int(queries);
+}
 
+// Returns how many blocks the longest row has.
+int set_blocks(Job& job, nb::handle pool, nb::handle table, nb::handle counts) {
     const Array blocks = array_of(pool, "pool", 3, {Type::u8}), rows = array_of(table, "table", 2, {Type::i64});
-    require(blocks.shape[0] == 0 || (blocks.shape[1] == heads && blocks.shape[2] == record.bytes && blocks.stride[1] == record.bytes &&
-                                     blocks.stride[0] == record.bytes * heads), "pool does not fit the layout");
+    const int64_t bytes = job.record.bytes;
+    require(blocks.shape[0] == 0 || (blocks.shape[1] == job.heads && blocks.shape[2] == bytes && blocks.stride[1] == bytes &&
+                                     blocks.stride[0] == bytes * job.heads), "pool does not fit the layout");
     require(reinterpret_cast<uintptr_t>(blocks.data) % 2 == 0, "pool is not aligned");
-    require(rows.shape[0] == batch, "table must have one row for each row of the batch");
+    require(rows.shape[0] == job.batch, "table must have one row for each row of the batch");
     job.pool = blocks.data;
     job.table = reinterpret_cast<const int64_t*>(rows.data);
     job.table_stride = rows.stride[0] / 8;
     job.counts = counts_of(counts, job.batch, rows.shape[1], "counts");
-    job.held = counts_of(held, job.batch, job.keys.shape[2], "held");
     int most = 0;
     for (int b = 0; b < job.batch; ++b) {
-        most = job.counts[size_t(b)] > most ? job.counts[size_t(b)] : most;
-        for (int n = 0; n < job.counts[size_t(b)]; ++n) {
+        const int count = job.counts[size_t(b)];
+        most = count > most ? count : most;
+        for (int n = 0; n < count; ++n) {
             const int64_t block = job.table[b * job.table_stride + n];
             require(block >= 0 && block < blocks.shape[0], "table names a block that the pool does not have");
         }
     }
+    return most;
+}
+
+void set_numbers(Job& job, int most_blocks, nb::handle held, int first_token, int sinks, int dropped, int64_t offset,
+                 int64_t first_query_column, int64_t window) {
+    const int64_t packed = int64_t(most_blocks) * job.record.tokens;
+    job.held = counts_of(held, job.batch, job.keys.shape[2], "held");
     require(first_token >= 0 && sinks >= 0 && dropped >= 0, "negative token numbers");
-    require(int64_t(first_token) + int64_t(most) * record.tokens < most_tokens && job.keys.shape[2] + int64_t(most) * record.tokens + dropped < most_tokens,
-            "more tokens than can be numbered");
+    require(first_token + packed < most_tokens && job.keys.shape[2] + packed + dropped < most_tokens, "more tokens than can be numbered");
     require(offset >= 0 && offset < most_tokens && window >= 0 && first_query_column >= 0 && first_query_column < most_tokens,
             "offset, window or column of the first query is out of range");
     job.first_token = first_token;
     job.sinks = sinks;
     job.dropped = dropped;
+    job.offset = offset;
+    job.first_query_column = first_query_column;
+    job.window = window;
+}
 
-    const auto fixed = cast<nb::tuple>(statics, "statics");
-    require(fixed.size() == 4, "statics are key scale, key zero, value scale, value zero");
+void set_statics(Job& job, nb::handle statics) {
+    const auto all = cast<nb::tuple>(statics, "statics");
+    require(all.size() == 4, "statics are key scale, key zero, value scale, value zero");
     const auto parameter = [&](size_t i, const Side& side, const char* what, bool wanted) -> const float* {
-        const float* found = !wanted ? nullptr
-                             : side.per == Per::layer ? floats_of(fixed[i], what, {1})
-                                                      : floats_of(fixed[i], what, {heads, side.channels});
-        require(!wanted || found, std::string(what) + " is missing");
+        if (!wanted) return nullptr;
+        const float* found = side.per == Per::layer ? floats_of(all[i], what, {1}) : floats_of(all[i], what, {job.heads, side.channels});
+        require(found, std::string(what) + " is missing");
         return found;
     };
+    const Side &k = job.record.key, &v = job.record.value;
     job.key_scale = parameter(0, k, "key scale", k.fixed);
     job.key_zero = parameter(1, k, "key zero", k.fixed && k.zero);
     job.value_scale = parameter(2, v, "value scale", v.fixed);
     job.value_zero = parameter(3, v, "value zero", v.fixed && v.zero);
+}
 
-    if (!transforms.is_none()) {
-        const auto all = cast<nb::tuple>(transforms, "transforms");
-        require(all.size() == 9, "transforms are key mean, key balance, key rotation, value mean, value rotation back, steps, "
-                                 "base cos, base sin, whole");
-        job.key_mean = floats_of(all[0], "key mean", {heads, k.channels});
-        job.key_balance = floats_of(all[1], "key balance", {heads, k.channels});
-        job.key_rotation = floats_of(all[2], "key rotation", {k.channels, k.channels});
-        job.value_mean = floats_of(all[3], "value mean", {heads, v.channels});
-        job.value_rotation_back = floats_of(all[4], "value rotation back", {v.channels, v.channels});
-        if (!all[5].is_none()) {
-            require(nb::isinstance<Steps>(all[5]), "steps are not Steps");
-            job.steps = nb::cast<const Steps*>(all[5]);
-            require(job.steps->tokens == record.tokens && 2 * job.steps->pairs <= k.channels, "steps do not fit the keys");
-            const Array cos = array_of(all[6], "base cos", 3, {Type::f32}), sin = array_of(all[7], "base sin", 3, {Type::f32});
-            for (int i = 0; i < 3; ++i) require(cos.shape[i] == sin.shape[i] && cos.stride[i] == sin.stride[i], "base cos and sin differ");
-            require((cos.shape[0] == 1 || cos.shape[0] == batch) && cos.shape[2] == job.steps->pairs, "base cos does not fit the keys");
-            require(cos.shape[1] >= most, "base cos has too few rows for the blocks");
-            job.base_cos = reinterpret_cast<const float*>(cos.data);
-            job.base_sin = reinterpret_cast<const float*>(sin.data);
-            job.base_batch = cos.shape[0] == 1 ? 0 : cos.stride[0] / 4;
-            job.base_block = cos.stride[1] / 4;
-            job.turned = cast<bool>(all[8], "whole");
-            require(!job.turned || !job.turns_query(), "rotated keys cannot be stored before the rotary embedding");
-        }
-    }
+void set_rope(Job& job, int most_blocks, nb::handle steps, nb::handle base_cos, nb::handle base_sin, nb::handle whole) {
+    if (steps.is_none()) return;
+    require(nb::isinstance<Steps>(steps), "steps are not Steps");
+    job.steps = nb::cast<const Steps*>(steps);
+    require(job.steps->tokens == job.record.tokens && 2 * job.steps->pairs <= job.record.key.channels, "steps do not fit the keys");
+    const Array cos = array_of(base_cos, "base cos", 3, {Type::f32}), sin = array_of(base_sin, "base sin", 3, {Type::f32});
+    for (int i = 0; i < 3; ++i) require(cos.shape[i] == sin.shape[i] && cos.stride[i] == sin.stride[i], "base cos and sin differ");
+    require((cos.shape[0] == 1 || cos.shape[0] == job.batch) && cos.shape[2] == job.steps->pairs, "base cos does not fit the keys");
+    require(cos.shape[1] >= most_blocks, "base cos has too few rows for the blocks");
+    job.base_cos = reinterpret_cast<const float*>(cos.data);
+    job.base_sin = reinterpret_cast<const float*>(sin.data);
+    job.base_batch = cos.shape[0] == 1 ? 0 : cos.stride[0] / 4;
+    job.base_block = cos.stride[1] / 4;
+    job.turned = cast<bool>(whole, "whole");
+    require(!job.turned || !job.turns_query(), "rotated keys cannot be stored before the rotary embedding");
+}
 
+void set_transforms(Job& job, int most_blocks, nb::handle transforms) {
+    if (transforms.is_none()) return;
+    const auto all = cast<nb::tuple>(transforms, "transforms");
+    require(all.size() == 9, "transforms are key mean, key balance, key rotation, value mean, value rotation back, steps, "
+                             "base cos, base sin, whole");
+    const int64_t heads = job.heads, key_channels = job.record.key.channels, value_channels = job.record.value.channels;
+    job.key_mean = floats_of(all[0], "key mean", {heads, key_channels});
+    job.key_balance = floats_of(all[1], "key balance", {heads, key_channels});
+    job.key_rotation = floats_of(all[2], "key rotation", {key_channels, key_channels});
+    job.value_mean = floats_of(all[3], "value mean", {heads, value_channels});
+    job.value_rotation_back = floats_of(all[4], "value rotation back", {value_channels, value_channels});
+    set_rope(job, most_blocks, all[5], all[6], all[7], all[8]);
+}
+
+void set_mask(Job& job, nb::handle mask, nb::handle column_of, bool packed_visible, bool exact_visible) {
     job.mask = array_of(mask, "mask", 4, {Type::boolean, Type::f32, Type::bf16, Type::f16}, true);
     if (job.mask.type != Type::none) {
-        require(job.mask.shape[3] > 0 && (job.mask.shape[0] == 1 || job.mask.shape[0] == batch) && (job.mask.shape[1] == 1 || job.mask.shape[1] == q_heads) &&
-                    job.mask.shape[2] == queries, "mask does not fit the query");
-        job.mask_batch = int(job.mask.shape[0]);
-        job.mask_heads = int(job.mask.shape[1]);
-        job.mask_columns = job.mask.shape[3];
-        if (job.mask.shape[3] == 1) job.mask.stride[3] = size_of(job.mask.type);
+        const int64_t *shape = job.mask.shape, q_heads = job.query.shape[1];
+        require(shape[3] > 0 && (shape[0] == 1 || shape[0] == job.batch) && (shape[1] == 1 || shape[1] == q_heads) && shape[2] == job.queries,
+                "mask does not fit the query");
+        job.mask_batch = int(shape[0]);
+        job.mask_heads = int(shape[1]);
+        job.mask_columns = shape[3];
+        if (shape[3] == 1) job.mask.stride[3] = size_of(job.mask.type);
     }
     const Array columns = array_of(column_of, "column_of", 2, {Type::i64}, true);
     if (columns.data) {
-        require(columns.shape[0] == batch && columns.stride[0] == 8 * columns.shape[1], "column_of must be contiguous, one row for each row of the batch");
+        require(columns.shape[0] == job.batch && columns.stride[0] == 8 * columns.shape[1],
+                "column_of must be contiguous, one row for each row of the batch");
         job.column_of = reinterpret_cast<const int64_t*>(columns.data);
         job.columns_known = columns.shape[1];
     }
-    job.offset = offset;
-    job.first_query_column = first_query_column;
-    job.window = window;
     job.packed_visible = packed_visible && !job.mask.data;
     job.exact_visible = exact_visible && !job.mask.data;
-    job.scaling = scaling;
+}
+
+void attend_tensors(const Record& layout, int isa, int threads, nb::handle output, nb::handle query, nb::handle pool, nb::handle table,
+                    nb::handle counts, int first_token, nb::handle keys, nb::handle values, nb::handle held, int sinks, int dropped,
+                    nb::handle statics, nb::handle transforms, nb::handle mask, nb::handle column_of, int64_t offset,
+                    int64_t first_query_column, int64_t window, bool packed_visible, bool exact_visible, float scaling, float softcap,
+                    nb::handle sink_logits, nb::handle log_sums) {
+    Job job;
+    job.record = layout;
+    set_tensors(job, keys, values, query, output);
+    const int most_blocks = set_blocks(job, pool, table, counts);
+    set_numbers(job, most_blocks, held, first_token, sinks, dropped, offset, first_query_column, window);
+    set_statics(job, statics);
+    set_transforms(job, most_blocks, transforms);
+    set_mask(job, mask, column_of, packed_visible, exact_visible);
     require(softcap >= 0, "a negative softcap");
+    job.scaling = scaling;
     job.softcap = softcap;
+    const int64_t batch = job.batch, q_heads = job.query.shape[1], queries = job.queries;
     job.sink_logits = floats_of(sink_logits, "sink_logits", {q_heads});
     job.log_sums = const_cast<float*>(floats_of(log_sums, "log_sums", {batch, q_heads, queries}));
     const Kernels& kernels = kernels_at(isa);
@@ -295,9 +326,13 @@ NB_MODULE(_native, m) {
         .def("__init__", [](Steps* self, nb::handle cos, nb::handle sin, bool interleaved) {
             new (self) Steps(steps_of(cos, sin, interleaved));
         }, nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("interleaved"));
-    m.def("attend", &attend_tensors, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none() = nb::none());
+    m.def("attend", &attend_tensors, nb::kw_only(), nb::arg("layout"), nb::arg("isa"), nb::arg("threads"),
+          nb::arg("output").none(), nb::arg("query"), nb::arg("pool"), nb::arg("table"), nb::arg("counts"),
+          nb::arg("first_token"), nb::arg("keys"), nb::arg("values"), nb::arg("held"), nb::arg("sinks"),
+          nb::arg("dropped"), nb::arg("statics"), nb::arg("transforms").none(), nb::arg("mask").none(),
+          nb::arg("column_of").none(), nb::arg("offset"), nb::arg("first_query_column"), nb::arg("window"),
+          nb::arg("packed_visible"), nb::arg("exact_visible"), nb::arg("scaling"), nb::arg("softcap"),
+          nb::arg("sink_logits").none(), nb::arg("log_sums").none() = nb::none());
     m.def("decode", &decode_tensors, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none());
     bind_encode(m);
     m.def("names", [] {

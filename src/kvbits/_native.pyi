@@ -19,6 +19,7 @@ def names() -> list[str]: ...
 def pool() -> str: ...
 def set_dtypes(dtypes: list[torch.dtype | None]) -> None: ...
 def attend(
+    *,
     layout: Layout,
     isa: int,
     threads: int,
@@ -46,7 +47,6 @@ def attend(
     softcap: float,
     sink_logits: torch.Tensor | None,
     log_sums: torch.Tensor | None = None,
-    /,
 ) -> None: ...
 def decode(
     layout: Layout,
@@ -62,6 +62,7 @@ def decode(
     /,
 ) -> None: ...
 def encode(
+    *,
     isa: int,
     threads: int,
     x: torch.Tensor,
@@ -81,7 +82,6 @@ def encode(
     static_scale: torch.Tensor | None,
     static_zero: torch.Tensor | None,
     limit: float,
-    /,
 ) -> tuple[int, float]: ...
 def hadamard(isa: int, threads: int, x: torch.Tensor, signs: torch.Tensor, output: torch.Tensor, /) -> None: ...
 def count_unsound(threads: int, x: torch.Tensor, limit: float, /) -> int: ...

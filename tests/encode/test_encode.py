@@ -410,10 +410,10 @@ def wrong() -> Iterator[tuple[str, dict[str, Any], str]]:
 def test_mistakes_raise(changes: dict[str, Any], words: str) -> None:
     assert MODULE is not None
     call = good()
-    assert MODULE.encode(*call.values())[0] == 0
+    assert MODULE.encode(**call)[0] == 0
     call.update(changes)
     with pytest.raises(ValueError, match=words):
-        MODULE.encode(*call.values())
+        MODULE.encode(**call)
 
 
 @each_set

@@ -189,20 +189,20 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
 def test_the_good_call_is_good() -> None:
     """Else the bad ones below could be refused for something else."""
     call = arguments(output=torch.ones(2, 6, 3, 64))
-    _native.attend(*call)
-    assert not call[3].any()
-    _native.attend(*arguments(mask=MASK, column_of=torch.arange(88).repeat(2, 1), **turned()))
+    _native.attend(**call)
+    assert not call["output"].any()
+    _native.attend(**arguments(mask=MASK, column_of=torch.arange(88).repeat(2, 1), **turned()))
     rotated = {"key_rotation": torch.zeros(64, 64), "key_balance": torch.zeros(2, 64)}
-    _native.attend(*arguments(**turned(whole=False, **rotated)))
-    _native.attend(*arguments(window=2**63 - 1))
-    _native.attend(*arguments(layout=layout(**FIXED), statics=(torch.zeros(2, 64), torch.zeros(2, 64), None, None)))
+    _native.attend(**arguments(**turned(whole=False, **rotated)))
+    _native.attend(**arguments(window=2**63 - 1))
+    _native.attend(**arguments(layout=layout(**FIXED), statics=(torch.zeros(2, 64), torch.zeros(2, 64), None, None)))
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_calls_are_refused(name: str) -> None:
     changes, message = BAD_CALLS[name]
     with pytest.raises(ValueError, match=message):
-        _native.attend(*arguments(**changes))
+        _native.attend(**arguments(**changes))
 
 
 @pytest.mark.parametrize(
@@ -226,39 +226,46 @@ def test_steps_that_make_no_sense_are_refused(cos: Any, sin: Any, message: str) 
         _native.Steps(cos, sin, False)
 
 
+def test_arguments_go_by_name_alone() -> None:
+    call = arguments()
+    for wrong in ({**call, "softcaps": 0.0}, {name: call[name] for name in call if name != "table"}):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            _native.attend(**wrong)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        _native.attend(*call.values())
+
+
 @pytest.mark.parametrize("name", BAD_TYPES)
 def test_arguments_of_other_types_are_refused(name: str) -> None:
     changes, message = BAD_TYPES[name]
     with pytest.raises(TypeError, match=message):
-        _native.attend(*arguments(**changes))
+        _native.attend(**arguments(**changes))
 
 
-@pytest.mark.parametrize("position", range(26))
-def test_nonsense_in_the_place_of_any_argument(position: int) -> None:
+@pytest.mark.parametrize("name", arguments())
+def test_nonsense_in_the_place_of_any_argument(name: str) -> None:
     """Refused, or as if it were not there; never a crash, and never an error without a word."""
-    good = arguments()[position]
+    good = arguments()[name]
     for wrong in (None, "word", 2**70, -(2**40), 0.5, torch.zeros(0), torch.zeros(1, 1, 1, 1), object(), (), {}):
         if type(good) is bool or (type(good) is float and hasattr(wrong, "__float__")):
             continue  # anything is true or false, and any number a scaling
         if wrong is None and good is None:
             continue  # the optional ones
-        call = arguments()
-        call[position] = wrong
         with pytest.raises((ValueError, TypeError), match=r"."):
-            _native.attend(*call)
+            _native.attend(**arguments(**{name: wrong}))
 
 
 def test_columns_that_do_not_exist_are_not_read() -> None:
     """``column_of`` and a mask that do not cover all tokens: the rest is hidden."""
     wild = torch.tensor([[0, 1, 2**62, -(2**62), -1, 7] + [10**9] * 82] * 2)
     call = arguments(query=torch.ones(2, 6, 3, 64), values=torch.ones(2, 2, 24, 64), mask=MASK[..., :2], column_of=wild)
-    _native.attend(*call)
-    assert torch.allclose(call[3], torch.ones(()))  # of the first two sinks
-    _native.attend(*arguments(column_of=torch.zeros(2, 0, dtype=torch.int64)))
+    _native.attend(**call)
+    assert torch.allclose(call["output"], torch.ones(()))  # of the first two sinks
+    _native.attend(**arguments(column_of=torch.zeros(2, 0, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize("threads", (-5, 0, 7, 2**31 - 1))
 def test_any_number_of_threads_is_taken(threads: int) -> None:
     call = arguments(output=torch.ones(2, 6, 3, 64), threads=threads)
-    _native.attend(*call)
-    assert not call[3].any()
+    _native.attend(**call)
+    assert not call["output"].any()

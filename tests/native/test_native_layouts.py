@@ -81,7 +81,7 @@ def test_layouts_of_wrong_words_are_refused() -> None:
     with pytest.raises(TypeError):
         _native.Layout(32, RECORD_BYTES, None, side)
     with pytest.raises(TypeError):
-        _native.attend(*arguments(layout=_native.Layout.__new__(_native.Layout)))
+        _native.attend(**arguments(layout=_native.Layout.__new__(_native.Layout)))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ TABLE = {"levels": 1, "table": [float(i) for i in range(16)]}
 FIXED = {"per": 1, "fixed": True, "length": 32, "groups": 1}
 
 
-def arguments(**changes: Any) -> list[Any]:
-    """A good call of the module, two rows with two KV heads each, in its order; ``changes`` by name."""
+def arguments(**changes: Any) -> dict[str, Any]:
+    """A good call of the module, two rows with two KV heads each, with ``changes``."""
     side = good_side()
     good: dict[str, Any] = {
         "layout": _native.Layout(32, RECORD_BYTES, side, side),
@@ -56,7 +56,7 @@ def arguments(**changes: Any) -> list[Any]:
         "sink_logits": None,
     }
     assert changes.keys() <= good.keys()
-    return list({**good, **changes}.values())
+    return {**good, **changes}
 
 
 def unaligned(x: torch.Tensor) -> torch.Tensor:

@@ -114,13 +114,34 @@ def _attend(
     plain = call.window is None and view.rows.valid is None and view.offset == 0
     pool = blocks.pool if blocks.longest else blocks.pool[:0]
     module.attend(
-        layout.blocks, isa, torch.get_num_threads(), out, query, pool, blocks.table, blocks.counts,
-        first_token, keys, values, view.held, view.sinks, view.dropped, layout.statics, _transforms(view), mask,
-        None if plain and mask is None else view.column_of, view.offset, column, call.window or 0,
-        plain and first_token + blocks.longest * record.tokens <= column + 1, plain and column == view.rows.columns - 1,
-        call.scaling, call.softcap or 0.0, None if call.sink_logits is None else call.sink_logits.float().contiguous(),
-        log_sums,
-    )  # fmt: skip
+        layout=layout.blocks,
+        isa=isa,
+        threads=torch.get_num_threads(),
+        output=out,
+        query=query,
+        pool=pool,
+        table=blocks.table,
+        counts=blocks.counts,
+        first_token=first_token,
+        keys=keys,
+        values=values,
+        held=view.held,
+        sinks=view.sinks,
+        dropped=view.dropped,
+        statics=layout.statics,
+        transforms=_transforms(view),
+        mask=mask,
+        column_of=None if plain and mask is None else view.column_of,
+        offset=view.offset,
+        first_query_column=column,
+        window=call.window or 0,
+        packed_visible=plain and first_token + blocks.longest * record.tokens <= column + 1,
+        exact_visible=plain and column == view.rows.columns - 1,
+        scaling=call.scaling,
+        softcap=call.softcap or 0.0,
+        sink_logits=None if call.sink_logits is None else call.sink_logits.float().contiguous(),
+        log_sums=log_sums,
+    )
 
 
 def _lines(x: torch.Tensor) -> torch.Tensor:
