@@ -50,7 +50,7 @@ def patched(text: str, diff: str) -> str:
 
 def python(tree: Path, *words: str) -> str:
     """What a Python program prints in the copy; it must succeed."""
-    paths = os.pathsep.join((str(tree / "src"), str(tree / "tests" / "support")))
+    paths = os.pathsep.join(str(tree / folder) for folder in (".", "src", "tests/support"))
     done = subprocess.run(
         [sys.executable, *words], cwd=tree, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
         check=False,
@@ -63,10 +63,14 @@ def python(tree: Path, *words: str) -> str:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree in which the page was followed up to its tests."""
     copy = tmp_path_factory.mktemp("tree")
-    for name in ("src", "tests", "docs", "bench"):
+    for name in ("src", "tests", "docs", "bench", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "LICENSE"):
         shutil.copy(ROOT / name, copy)
+    # An editable installation finds the tree that it was made from before any other path.
+    (copy / "sitecustomize.py").write_text(
+        "import sys; sys.meta_path[:] = [x for x in sys.meta_path if '_editable' not in type(x).__module__]\n", "utf-8"
+    )
     native = importlib.util.find_spec("kvbits._native")
     if native is not None and native.origin is not None and native.origin.endswith(".so"):
         shutil.copy(native.origin, copy / "src" / "kvbits")

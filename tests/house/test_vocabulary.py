@@ -20,24 +20,6 @@ WORDS: dict[str, tuple[str, str]] = {
     r"\bstatic cache": ("frozen cache", r""),
 }
 
-WAITING: set[tuple[str, str]] = {
-    (r"\bgrowth\b", "docs/design.md"),
-    (r"\bgrowth\b", "src/kvbits/encode/triton/kernel/half_quadratic.py"),
-    (r"\bgrowth\b", "src/kvbits/store/blocks.py"),
-    (r"\bgrowth\b", "src/kvbits/store/room.py"),
-    (r"\bleft behind\b", "src/kvbits/attend/view.py"),
-    (r"\bleft behind\b", "src/kvbits/layer/cache.py"),
-    (r"\bleft behind\b", "src/kvbits/layer/first_fit.py"),
-    (r"\bleft behind\b", "src/kvbits/layer/held.py"),
-    (r"\bleft behind\b", "src/kvbits/store/crop.py"),
-    (r"\bturned (key|mean|angle)s?\b", "docs/gpu.md"),
-    (r"\bturned (key|mean|angle)s?\b", "src/kvbits/attend/triton/decode.py"),
-    (r"\bturned (key|mean|angle)s?\b", "src/kvbits/attend/triton/kernel/rotary.py"),
-    (r"\bway back\b", "docs/gpu.md"),
-    (r"\bway back\b", "src/kvbits/encode/triton/encode.py"),
-}
-"""Pattern and file that still have it. To be emptied; nothing is added."""
-
 
 def pages() -> list[Path]:
     """All that is read: sources, documentation."""
@@ -58,9 +40,7 @@ def found(texts: dict[str, str]) -> dict[tuple[str, str], str]:
 
 def test_words_that_went_stay_away() -> None:
     places = found({str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()})
-    new = [f"{place}: say {WORDS[key[0]][0]}" for key, place in places.items() if key not in WAITING]
-    assert new == []
-    assert places.keys() >= WAITING, "these are mended: take them out of WAITING"
+    assert [f"{place}: say {WORDS[pattern][0]}" for (pattern, _), place in places.items()] == []
 
 
 def test_a_word_that_comes_back_is_found() -> None:

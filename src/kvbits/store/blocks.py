@@ -4,7 +4,7 @@ The pool is one tensor ``[blocks, H, record bytes]`` of records (:mod:`kvbits.st
 is ``pool[table[b, n]]``. Blocks never change once written, so beam search, repetition and selection of rows only move
 table entries; rows that share a prefix share its blocks.
 
-Growth adds an eighth and copies the old blocks, so a stored byte is copied a bounded number of times however long
+A pool that grows gets an eighth more room and copies the old blocks, so a stored byte is copied a bounded number of times however long
 the context becomes. Rows may hold different numbers of blocks (left-padded batches).
 
 Stores that were forked from each other write into one pool, each for itself: n continuations of a prompt hold its

@@ -134,7 +134,7 @@ def _angles(view: KVView, turn: Turn, parts: int, unused: torch.Tensor) -> tuple
 def _step_tables(view: KVView, rope: Rope, turn: Turn, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Bfloat16 parts of cosines and of sines of the angles within a block, made once for a layer.
 
-    Of pairs ``[parts, tokens, padded]``; of turned keys before them those of their even and their odd channels,
+    Of pairs ``[parts, tokens, padded]``; of keys before RoPE before them those of their even and their odd channels,
     ``[parts, 2, tokens, U]``.
     """
     kept = view.blocks.derived.triton_steps.get((turn.what, parts))

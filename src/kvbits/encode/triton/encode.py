@@ -3,7 +3,7 @@
 The twin of ``Codec.encode``, bit for bit: divisions are rounded to nearest, rounding is half to even, and products and
 sums are not fused, as in PyTorch. The two exceptions are those of :mod:`kvbits.encode.native`: HQQ may take another one
 of two zeros that are equally good, and of elements that are equally far out others may become outliers. What is done to
-keys and values first (means, rotations, the way back from the rotary embedding:
+keys and values first (means, rotations, the rotary embedding taken off:
 :class:`kvbits.transform.Transform`) is done in the same read. Each program also counts what no block can
 hold, so that nothing is read twice. Triton is imported when a block is encoded.
 """

@@ -14,7 +14,7 @@ from kvbits.encode.triton.kernel.numbers import over, round_even
 from kvbits.encode.triton.kernel.tile import group_sizes, total
 
 STEPS = tl.constexpr(half_quadratic.STEPS)
-BETA, GROWTH = tl.constexpr(half_quadratic.BETA), tl.constexpr(half_quadratic.BETA_GROWTH)
+BETA, BETA_GROWTH = tl.constexpr(half_quadratic.BETA), tl.constexpr(half_quadratic.BETA_GROWTH)
 POWER = tl.constexpr(half_quadratic.P_NORM - 1)
 
 
@@ -40,5 +40,5 @@ def solve_zero(value, real, scale, zero, SHAPE: tl.constexpr):
         best = tl.where(better, current, best)
         least = tl.where(better, error, least)
         current = (current + over(move, count)).to(tl.float16).to(tl.float32)
-        beta *= GROWTH
+        beta *= BETA_GROWTH
     return best
