@@ -4,8 +4,8 @@ The pool is one tensor ``[blocks, H, record bytes]`` of records (:mod:`kvbits.st
 is ``pool[table[b, n]]``. Blocks never change once written, so beam search, repetition and selection of rows only move
 table entries; rows that share a prefix share its blocks.
 
-A pool that grows gets an eighth more room and copies the old blocks, so a stored byte is copied a bounded number of times however long
-the context becomes. Rows may hold different numbers of blocks (left-padded batches).
+A pool that grows gets an eighth more room and copies the old blocks, so a stored byte is copied a bounded number of
+times however long the context becomes. Rows may hold different numbers of blocks (left-padded batches).
 
 Stores that were forked from each other write into one pool, each for itself: n continuations of a prompt hold its
 blocks once, also after they have grown. What one of them gives up stays while another refers to it.

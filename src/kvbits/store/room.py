@@ -58,7 +58,7 @@ class Limits:
         return wanted if self.residual is None else min(wanted, self.most)
 
     def room_after_crop(self, room: int, tokens: int) -> int:
-        """Room of a buffer that a crop leaves ``tokens`` in: less, where ``room`` is more than what grows keeps in hand."""
+        """Room of a buffer that a crop leaves ``tokens`` in: less, where ``room`` is more than a buffer keeps."""
         if room <= max(self.most, tokens + 2 * tokens // SPARE + 64):
             return room
         return max(self.most, tokens + tokens // SPARE + 8)

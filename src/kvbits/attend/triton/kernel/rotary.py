@@ -92,7 +92,7 @@ def turn_shares(angles, shares, at, last, TURN: tl.constexpr, TILE: tl.constexpr
 def mean_scores(angles, turned, KEY: tl.constexpr, TURN: tl.constexpr, TILE: tl.constexpr):
     """What the mean adds to the scores of each slice, ``[ROWS, NR]``: tables of the steps times the turned shares.
 
-    The tables are bfloat16 ``[PARTS, tokens of a block, P]``, the same for all blocks, behind those of keys before RoPE.
+    The tables are bfloat16 ``[PARTS, tokens of a block, P]``, the same for all blocks, behind those of unroped keys.
     """
     _, _, step_cos, step_sin = angles
     with_cos, with_sin = turned
