@@ -2,7 +2,8 @@
 
 python examples/choose_scheme.py [MODEL] [TEXT FILE]
 
-``kvbits eval`` does this with windows, confidence and resumption; this is the idea in a loop.
+This is the idea in a loop, over a text so short that little is packed: figures look better than they are.
+``kvbits eval`` measures longer windows, with standard errors.
 """
 
 import sys
