@@ -21,7 +21,7 @@ PY := $(VENV)/bin/python
 VENV_LOWEST := .venv-lowest
 PY_LOWEST := $(VENV_LOWEST)/bin/python
 # What the compiled module is made of: a change reinstalls the package.
-NATIVE := $(wildcard native/*.*pp native/*.inl native/*.txt $(foreach folder,attend encode isa,native/$(folder)/*.*pp))
+NATIVE := $(wildcard native/*.*pp native/*.inl native/*.txt $(foreach folder,attend binding encode isa,native/$(folder)/*.*pp))
 VENV_VLLM := .venv-vllm
 PY_VLLM := $(VENV_VLLM)/bin/python
 # vLLM wants the newest torch that it knows, and brings builds of three libraries that its CPU torch cannot load.

@@ -62,15 +62,23 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
         length = groups.group_length(channels, form.group) if form.group else channels
     packed = {part.name: torch.empty(*x.shape[:-2], *part.shape, dtype=part.dtype) for part in parts}
     edges, table = _levels(codec, params)
-    bad, _ = module.encode(
-        isa, threads, x, _CHOICES.index("fixed" if static else codec.chooses), LEVELS.index(form.levels),
-        PER.index("token" if form.per == "layer" else form.per), form.bits, length,
-        packed["codes"], packed.get("scale"), packed.get("zero"),
-        packed.get("outlier_index"), packed.get("outlier_value"),
-        edges, table, float(params["scale"]) if form.per == "layer" else 1.0,
-        params["scale"].float().contiguous() if static else None,
-        params["zero"].float().contiguous() if static else None, limit,
-    )  # fmt: skip
+    bad = module.encode(
+        isa=isa,
+        threads=threads,
+        x=x,
+        choice=_CHOICES.index("fixed" if static else codec.chooses),
+        levels=LEVELS.index(form.levels),
+        per=PER.index("token" if form.per == "layer" else form.per),
+        bits=form.bits,
+        length=length,
+        edges=edges,
+        table=table,
+        layer_scale=float(params["scale"]) if form.per == "layer" else 1.0,
+        static_scale=params["scale"].float().contiguous() if static else None,
+        static_zero=params["zero"].float().contiguous() if static else None,
+        limit=limit,
+        packed=packed,
+    )
     if bad:
         raise Unsound(bad, limit_of(x.dtype))
     return packed

@@ -8,7 +8,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "job.hpp"
+#include "../job.hpp"
 
 namespace kvbits {
 
