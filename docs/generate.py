@@ -30,6 +30,7 @@ from kvbits.codecs import CODECS, Codec
 from kvbits.hf.translate import scheme_of_cache_config
 from kvbits.layer.cache import LayerCache
 from kvbits.numerics import bitpack
+from kvbits.plan.presets import PRESETS
 from kvbits.schemes import help as pages
 from kvbits.schemes.catalogue import ALIAS_ADVICE, ALIASES, CATALOGUE, Entry
 from kvbits.schemes.scheme import BLOCK_TOKENS, BLOCKS, Scheme
@@ -41,6 +42,9 @@ ROOT = Path(__file__).parent.parent
 DTYPE = torch.bfloat16
 CONTEXTS = (512, 2048, 8192)
 """Lengths at which the tables show what a cache really takes."""
+
+LONG_TOKENS = 131_072
+"""The length that README counts in GiB."""
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 SHOWN: dict[str, tuple[str, ...]] = {
@@ -103,16 +107,34 @@ def filled(scheme: str, tokens: int, head_dim: int) -> LayerCache:
 # -- schemes -----------------------------------------------------------------------------------------------------------
 
 
-def readme_schemes() -> str:
+def problem() -> str:
+    """What a long context takes, in the sizes of a model that everyone knows."""
+    preset = PRESETS["llama-3.1-8b"]
+    sizes = preset.config
+    layers, heads = sizes["num_hidden_layers"], sizes["num_key_value_heads"]
+    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    elements = 2 * layers * heads * head_dim * LONG_TOKENS
+    gib = {name: elements * live_bits(name, LONG_TOKENS, head_dim) / 8 / 2**30 for name in ("exact", *ALIASES)}
+    packed = " or ".join(f"**{gib[name]:.1f} GiB** (`{name}`)" for name in ALIASES)
+    text = (
+        f"Each token that {preset.title} reads leaves {elements / LONG_TOKENS * 2 / 1024:.0f} KiB of keys and values "
+        f"behind. At {LONG_TOKENS // 1024}k tokens they take {gib['exact']:.1f} GiB, more than its weights; with "
+        f"kvbits {packed}."
+    )
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def live() -> str:
+    """What a layer really takes under each name."""
     rows: dict[str, list[str]] = {}
     for name, scheme in ALIASES.items():
         one = Scheme.parse(scheme)
         bits = [pair_bits(one.key, one.value, one.block, 128), *(live_bits(name, tokens) for tokens in CONTEXTS)]
-        rows[name] = [code(name), *(f"{b:.2f}" for b in bits), f"{ALIAS_ADVICE[name]}: `{scheme}`"]
+        rows[name] = [code(name), *(f"{b:.2f}" for b in bits)]
     for entries in by_format().values():
         bits = [packed_bits(entries[0], 128), *(live_bits(entries[0].name, tokens) for tokens in CONTEXTS)]
-        rows.update({e.name: [code(e.name), *(f"{b:.2f}" for b in bits), e.advice] for e in entries})
-    head = ["scheme", "packed", *(f"{tokens:,} tokens" for tokens in CONTEXTS), "when"]
+        rows.update({e.name: [code(e.name), *(f"{b:.2f}" for b in bits)] for e in entries})
+    head = ["scheme", "packed", *(f"{tokens:,} tokens" for tokens in CONTEXTS)]
     order = [*ALIASES, *(entry.name for entry in CATALOGUE)]
     return table(head, [rows[name] for name in order], right=range(1, 2 + len(CONTEXTS)))
 
@@ -351,16 +373,12 @@ def facts() -> str:
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "schemes": readme_schemes,
+    "README.md": {"problem": problem, "front": measured_quality.front},
+    "docs/results.md": {
         "decode": measured_speed.decode_speed,
         "prefill": measured_speed.prompt_speed,
-        "attend": functools.partial(measured_speed.attention_speed, measured_speed.ATTENTION_SHORT),
         "memory": measured_speed.peak_memory,
         "quality": measured_quality.quality,
-        "paper_short": functools.partial(measured_quality.paper_table, measured_quality.PAPER_SHORT),
-    },
-    "docs/results.md": {
         "paper": measured_quality.paper_table,
         "prose": measured_quality.prose,
         "tasks": measured_quality.tasks,
@@ -379,6 +397,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/schemes.md": {
         "catalogue": catalogue,
+        "live": live,
         "grammar": grammar,
         "spellings": spellings,
         "cache_config": cache_configs,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from measured import code, measured_on, missing, result, result_if_any, table
 
 
@@ -44,12 +42,8 @@ def prompt_speed() -> str:
     return f"{table(head, rows, right=(1, 2, 4, 5))}\n\n{note}"
 
 
-ATTENTION_SHORT = ("int8", "fp8", "int4", "kivi4", "int2", "kivi2", "int4+pre-rope", "rot4+centred", "int4-1%")
-"""Of the formats that attention was timed with, those of the short form of the table."""
-
-
-def attention_speed(schemes: Sequence[str] = ()) -> str:
-    """One decode step of one layer, of ``schemes`` or all."""
+def attention_speed() -> str:
+    """One decode step of one layer."""
     data = result("attend")
     bandwidth = data["read_bytes_per_second"]
     head = (
@@ -74,7 +68,7 @@ def attention_speed(schemes: Sequence[str] = ()) -> str:
             f"{row['error']:.0e}",
         )
         for row in data["rows"]
-        if row["kind"] == "decode" and (not schemes or row["scheme"] in schemes)
+        if row["kind"] == "decode"
     ]
     first = data["rows"][0]
     what = (

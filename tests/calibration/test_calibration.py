@@ -112,7 +112,7 @@ def plainly(model: PreTrainedModel, sample: torch.Tensor, name: str) -> dict[str
 
 
 def before_rope(model: PreTrainedModel, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What was collected, with keys and their gradients turned back."""
+    """What was collected, with keys and their gradients unroped."""
     turned = {name: x.float() for name, x in found.items()}
     for name in turned:
         layer, side = name.split(".")[:2]
@@ -233,7 +233,7 @@ def test_keys_that_cannot_be_turned_back_are_calibrated_as_they_are(monkeypatch:
 
 
 def test_frequencies_that_change_with_the_length_are_those_of_the_samples() -> None:
-    """Phi-3 takes other frequencies beyond its original length; keys must be turned back by these."""
+    """Phi-3 takes other frequencies beyond its original length; keys must be unroped by these."""
     factors = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
                "original_max_position_embeddings": 64}  # fmt: skip
     model = zoo.build("phi3", rope_parameters=factors, max_position_embeddings=128, original_max_position_embeddings=64)

@@ -60,7 +60,7 @@ def test_forks_are_as_copies(scheme: str, steps: list[tuple[str, int, int]]) -> 
                 try:
                     each.crop(min(count, each.columns - 1))
                 except ValueError as error:
-                    assert "has left behind" in str(error)
+                    assert "has dropped" in str(error)
         elif step == "select":
             index = torch.tensor([count % 2, which % 2])
             for each in pair:

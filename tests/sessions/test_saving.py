@@ -128,7 +128,7 @@ def test_every_state_goes_on(scheme: str, window: int | None, change: Any, tmp_p
     core = layer(scheme, window)
     grow((core,), 130, 1)
     if window is not None and change is all_taken_back:
-        with pytest.raises(ValueError, match="has left behind"):
+        with pytest.raises(ValueError, match="has dropped"):
             change(core)
         return
     change(core)

@@ -46,7 +46,7 @@ class KVView:
         blocks: the packed tokens.
         key_params, value_params: what the codecs fitted for this layer.
         rows: which columns hold text.
-        dropped: own tokens before the first packed one that a sliding window has left behind.
+        dropped: own tokens before the first packed one that a sliding window has dropped.
         offset: the first column that the layer may still see; masks begin there.
         key_transform, value_transform: what was done to packed keys and values before they were encoded.
         late: the late sinks of each row; () where no row has any.

@@ -1,10 +1,13 @@
-"""One quantization method per file. ``CODECS`` is the table that the grammar, the docs and the tests read."""
+"""One quantization method per file. ``CODECS`` is the table that the docs and the tests read.
+
+:func:`register` adds a codec of another package to those that a scheme can name.
+"""
 
 from kvbits.codecs.affine import Affine
 from kvbits.codecs.base import Choice, Codec
 from kvbits.codecs.exact import Exact
 from kvbits.codecs.fp8 import Fp8, Fp8Static
-from kvbits.codecs.grouped import Grouped
+from kvbits.codecs.grouped import Grouped, grouped_pattern
 from kvbits.codecs.half_quadratic import HalfQuadratic
 from kvbits.codecs.lloyd_max import LloydMax
 from kvbits.codecs.non_uniform import NonUniform
@@ -29,4 +32,42 @@ __all__ = [
     "NonUniform",
     "NormalFloat",
     "Rotated",
+    "grouped_pattern",
+    "known",
+    "register",
+    "unregister",
 ]
+
+_REGISTERED: list[type[Codec]] = []
+
+
+def known() -> tuple[type[Codec], ...]:
+    """The codecs that a scheme can name: those of kvbits, then those that were registered."""
+    return *CODECS, *_REGISTERED
+
+
+def register(kind: type[Codec]) -> type[Codec]:
+    """Let schemes name a codec of another package; a decorator too. A file saved under it loads where it is registered.
+
+    Raises:
+        TypeError: if ``kind`` is no :class:`Codec`.
+        ValueError: if one of its ``examples`` is spelled as a codec that is there already, or not by its ``pattern``.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Codec)):
+        raise TypeError(f"{kind!r} is not a codec; give a subclass of kvbits.codecs.Codec, such as one of Grouped")
+    if kind in known():
+        return kind
+    for example in kind.examples:
+        if not kind.pattern.fullmatch(example):
+            raise ValueError(f"{kind.__name__}.pattern {kind.pattern.pattern!r} does not match its example {example!r}")
+        if taken := [other.__name__ for other in known() if other.pattern.fullmatch(example)]:
+            raise ValueError(f"{example!r} already is a {taken[0]}; give {kind.__name__} a name of its own")
+    _REGISTERED.append(kind)
+    return kind
+
+
+def unregister(kind: type[Codec]) -> None:
+    """Take a registered codec away again."""
+    if kind not in _REGISTERED:
+        raise ValueError(f"{kind!r} is not registered; registered are {[each.__name__ for each in _REGISTERED]}")
+    _REGISTERED.remove(kind)

@@ -273,7 +273,7 @@ class LayerCache(Layer):
         """Take back the last ``columns`` columns.
 
         Raises:
-            ValueError: if there are fewer, or if a sliding window has already left behind what would be needed.
+            ValueError: if there are fewer, or if a sliding window has already dropped what would be needed.
         """
         if not 0 <= columns <= self.columns:
             raise ValueError(f"{self.name}: cannot take back {columns} of {self.columns} columns")
@@ -286,7 +286,7 @@ class LayerCache(Layer):
         ):
             raise ValueError(
                 f"{self.name}: cannot take back {columns} columns, the sliding window of {self.window} tokens has "
-                f"left behind what the rest would see; at most {self.scheme.block} can be taken back"
+                f"dropped what the rest would see; at most {self.scheme.block} can be taken back"
             )
         crops = [self._crop_of(row, tokens, rows.counts[row]) for row, tokens in enumerate(gone)]
         if [crop.blocks for crop in crops] == self.packed_blocks:

@@ -51,7 +51,7 @@ class Transforms:
         Args:
             params: what has been fitted to keys.
             rows: the columns.
-            dropped: tokens that every row has left behind its window.
+            dropped: tokens that every row has dropped behind its window.
             blocks: of the longest row.
             keys, values: whose channels and device are meant; always the same.
         """

@@ -214,7 +214,7 @@ class FrozenLayerCache:
         core = self._core
         if core.rotary is not None and (core.rows.runs is not None or core.rows.first_epoch):
             raise ValueError(
-                f"{core.name} turns keys by the positions of the text that it was frozen with, which did not begin at "
+                f"{core.name} ropes keys by the positions of the text that it was frozen with, which did not begin at "
                 "0 or did not go on by one; freeze a cache of the next text instead"
             )
         assert core.store is not None

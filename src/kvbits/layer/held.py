@@ -61,7 +61,7 @@ class Layer:
         key_params, value_params: what has been fitted of either side.
         is_final: whether that is final, of either side.
         warned: of which sides a warning has been given.
-        dropped: tokens that every row has left behind its window.
+        dropped: tokens that every row has dropped behind its window.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Layer:
         if scheme.overrides:
             raise ValueError(f"{scheme} has overrides: give a layer its own scheme, Scheme.for_layer(index, count)")
         if window is not None and not scheme.packs:
-            scheme = replace(scheme, residual=window)  # what is packed, here as it is, can be left behind
+            scheme = replace(scheme, residual=window)  # what is packed, here as it is, can be dropped
         self.scheme, self.window, self.name, self.calibrated = scheme, window, name, calibrated
         self.rotary = rotary if scheme.pre_rope or scheme.centred else None
         self.sinks, self.late_sinks = (scheme.sinks, scheme.late_sinks) if window is None else (0, 0)
@@ -180,7 +180,7 @@ class Layer:
         return parts
 
     def _lost(self) -> list[int]:
-        """Own tokens of each row that a window has left behind."""
+        """Own tokens of each row that a window has dropped."""
         assert self.store is not None
         return [self.dropped + blank * self.scheme.block for blank in self.store.blank]
 

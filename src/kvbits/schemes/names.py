@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from kvbits.codecs import CODECS, Codec
+from kvbits.codecs import Codec, known
 from kvbits.codecs.grouped import spell_percent
 from kvbits.schemes.catalogue import ALIASES, BY_NAME, CATALOGUE
 
@@ -39,7 +39,7 @@ def parse_codec(name: str) -> Codec:
 
 
 def _spelled(name: str) -> Codec | None:
-    for kind in CODECS:
+    for kind in known():
         if match := kind.pattern.fullmatch(name):
             return kind.from_match(match)
     return None
@@ -88,7 +88,7 @@ def changed(codec: Codec, changes: Mapping[str, Any]) -> Codec:
     """``codec`` with outliers or Q-Norm; ValueError where it has none, or others already."""
     for name, why in CHANGES.items():
         if name in changes and not _has(codec, name):
-            able = [kind.examples[0] for kind in CODECS if _has(kind, name)]
+            able = [kind.examples[0] for kind in known() if _has(kind, name)]
             raise ValueError(f"{codec} {why}; {name} goes with {', '.join(able)}")
     changed = replace(codec, **changes)
     if any(getattr(codec, name) not in (0, getattr(changed, name)) for name in changes):
@@ -123,7 +123,7 @@ def fraction(text: str) -> float:
 
 def _near(name: str) -> str:
     pairs = [entry for entry in CATALOGUE if entry.key != entry.value]
-    spelled = {example for codec in CODECS for example in codec.examples}
+    spelled = {example for codec in known() for example in codec.examples}
     names = sorted(BY_NAME.keys() | ALIASES.keys() | spelled | {f"{entry.name}-1%" for entry in pairs})
     near = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
     hint = f"; near: {', '.join(near)}" if near else ""

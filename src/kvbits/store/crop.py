@@ -23,7 +23,7 @@ class Crop(NamedTuple):
         border: tokens of the next block that are exact from now on.
         held: exact tokens.
         late: late sinks.
-        back: late sinks that become recent tokens, since no packed token is left behind them.
+        back: late sinks that become recent tokens, since no packed token is left after them.
     """
 
     blocks: int
