@@ -1,4 +1,4 @@
-// Rotary angles within a block: how much further each of its tokens is turned than the first. Made once for a layer,
+// Rotary angles within a block: how much further each of its tokens is roped than the first. Made once for a layer,
 // laid out for tiles of 16 tokens, and the same for every block, so that they stay in the nearest caches.
 #pragma once
 

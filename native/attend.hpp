@@ -12,20 +12,20 @@
 #include "attend/prepare.hpp"
 #include "attend/softmax.hpp"
 #include "attend/sparse.hpp"
-#include "attend/turned_keys.hpp"
+#include "attend/unroped_keys.hpp"
 #include "kernels.hpp"
 
 namespace kvbits {
 namespace {
 
-template <class I> void attend(const Job& job, const Span& span, const float* turned, Partial& partial, uint8_t* scratch) {
+template <class I> void attend(const Job& job, const Span& span, const float* packed_query, Partial& partial, uint8_t* scratch) {
     Piece<I> piece(job, scratch);
     partial.clear();
-    piece.begin(span.batch, span.head, span.packed, turned);
+    piece.begin(span.batch, span.head, span.packed, packed_query);
     if (span.packed)
-        for (int n = span.first; n < span.last; ++n) piece.meet_block(partial, n);
+        for (int n = span.first; n < span.last; ++n) piece.attend_block(partial, n);
     else
-        piece.meet_exact(partial, span.first, span.last);
+        piece.attend_exact(partial, span.first, span.last);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 // Three things keep the encoders' one pass short. Minimum and maximum are taken of the elements' bit patterns, made to
 // sort as integers: twice as many 16-bit elements per operation as there would be floats, and NaN and infinity come out
 // as an extreme, so that the search for them costs nothing. Two bfloat16 of a word become floats by one shift and one
-// mask, so vectors hold every other element; codes and scales go back the same way. And a division by a scale is two
+// mask, so vectors hold every other element; codes and scales are stored the same way. And a division by a scale is two
 // products (see Divisor).
 #pragma once
 
@@ -69,7 +69,7 @@ template <class I, Type type> struct Elements {
             }
         }
 
-        void meet(const uint8_t* at) {
+        void see(const uint8_t* at) {
             for (int v = 0; v < vectors; ++v) {
                 const Key key = ordered(kvbits::load<Key>(at + 4 * W * v));
                 low[v] = minimum(low[v], key);

@@ -1,4 +1,4 @@
-// What an encoder is told: plain numbers, checked by the binding (binding/encode_module.cpp).
+// How to encode: plain numbers, checked by binding/encode_module.cpp.
 #pragma once
 
 #include "format.hpp"
@@ -7,9 +7,9 @@ namespace kvbits {
 
 // How scale and zero of a group come about. A method is not a format: `range` and `half_quadratic` write the same.
 enum class Choice : int {
-    range,           // smallest and largest element meet the lowest and the highest level
+    range,           // smallest and largest element become the lowest and the highest level
     half_quadratic,  // the same scale, and the zero that HQQ finds
-    magnitude,       // the largest magnitude meets the largest level; no zero
+    magnitude,       // the largest magnitude becomes the largest level; no zero
     fixed,           // given: one for all, or one for each channel, with a zero
     norm,            // of a row: see codecs/lloyd_max.py; no zero
     open_range,      // as range; constant groups have one too, where no level may be 1 (codecs/non_uniform.py)
@@ -39,13 +39,6 @@ struct Statics {
 struct Encoded {
     uint8_t* codes = nullptr;
     uint16_t *scale = nullptr, *zero = nullptr, *outlier_index = nullptr, *outlier_value = nullptr;
-};
-
-// What was seen on the way: NaN, infinity or more than the limit (then the block is worthless), and, where the scale is
-// fixed, the largest magnitude.
-struct Seen {
-    bool sound = true;
-    float largest = 0;
 };
 
 }  // namespace kvbits

@@ -1,4 +1,4 @@
-// What a kernel knows of a block: plain numbers, checked once when a layer's layout is made (binding/module.cpp).
+// What a kernel knows of a block: plain numbers, checked once when a layer's layout is made (binding/layout_module.cpp).
 #pragma once
 
 #include <cstdint>

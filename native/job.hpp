@@ -1,4 +1,4 @@
-// One attention call, checked (binding/module.cpp), and what its pieces leave behind.
+// One attention call, checked (binding/attend_module.cpp), and what its pieces leave behind.
 #pragma once
 
 #include <vector>
@@ -26,28 +26,27 @@ struct Job {
     const int64_t* table = nullptr;                    // [B, N], rows table_stride elements apart
     int64_t table_stride = 0;
     std::vector<int> counts;                           // blocks of each row
-    int first_token = 0;                               // own token number of the first packed token
     Array keys, values;                                // exact tokens [B, H, L, D]
-    std::vector<int> held;                             // exact tokens of each row
+    std::vector<int> exact_counts;                     // exact tokens of each row
     int sinks = 0, dropped = 0;
     const float *key_scale = nullptr, *key_zero = nullptr, *value_scale = nullptr, *value_zero = nullptr;
     const float *key_mean = nullptr, *key_balance = nullptr, *value_mean = nullptr;  // [H, D]
-    const float *key_rotation = nullptr, *value_rotation_back = nullptr;  // [D, D]: packed = key @ rotation; value = packed @ back
-    const Steps* steps = nullptr;                      // where packed keys, or their means, have rotary angles:
+    const float *key_rotation = nullptr, *value_unrotation = nullptr;  // [D, D]: packed = key @ rotation; value = packed @ unrotation
+    const Steps* steps = nullptr;                      // where packed keys, or their means, are yet to be roped:
     const float *base_cos = nullptr, *base_sin = nullptr;  // of the first token of each block, [B or 1, N, pairs];
     int64_t base_batch = 0, base_block = 0;                // strides in elements
-    bool turned = false;                               // whole keys are stored before the rotary embedding
+    bool unroped = false;                              // whole keys are stored before the rotary embedding
     Array mask;                                        // [B or 1, 1 or Hq, q, columns]
     int mask_batch = 1, mask_heads = 1;
     int64_t mask_columns = 0;
     const int64_t* column_of = nullptr;                // [B, columns_known]
     int64_t columns_known = 0, offset = 0, first_query_column = 0, window = 0;
-    bool packed_visible = true, exact_visible = true;  // every query sees all of them
     float scaling = 1, softcap = 0;
     const float* sink_logits = nullptr;                // [Hq]
     float* log_sums = nullptr;                         // [B, Hq, q], written: log of the sum of exp(score); or nothing
 
-    bool turns_query() const { return key_rotation || key_balance; }
+    int first_token() const { return sinks + dropped; }  // own token number of the first packed token
+    bool changes_query() const { return key_rotation || key_balance; }
     int rows() const { return group * queries; }
     int pairs() const { return steps ? steps->pairs : 0; }
 };

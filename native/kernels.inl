@@ -9,7 +9,7 @@
 namespace kvbits {
 
 extern const Kernels KVBITS_EXPORT = {
-    Isa::name, Isa::supported, Scratch::bytes, value_width, turn_query<Isa>, attend<Isa>, merge<Isa>, decode_block<Isa>, decode_scratch<Isa>,
+    Isa::name, Isa::supported, Scratch::bytes, value_width, packed_query<Isa>, attend<Isa>, merge<Isa>, decode_block<Isa>, decode_scratch<Isa>,
     encode_block<Isa>, encode_scratch<Isa>, hadamard_block<Isa>, hadamard_scratch,
 };
 

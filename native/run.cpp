@@ -7,10 +7,10 @@ namespace kvbits {
 
 uint8_t* scratch_of_thread(int64_t bytes) {
     thread_local std::unique_ptr<uint8_t[]> memory;
-    thread_local int64_t held = 0;
-    if (bytes > held) {
+    thread_local int64_t capacity = 0;
+    if (bytes > capacity) {
         memory.reset(new uint8_t[size_t(bytes)]());
-        held = bytes;
+        capacity = bytes;
     }
     return memory.get();
 }
@@ -35,7 +35,7 @@ Plan plan_of(const Job& job, int threads) {
     const int exact_chunk = job.rows() > 64 ? 1 << 30 : 512;
     for (int b = 0; b < job.batch; ++b) {
         const int packed = int((job.counts[size_t(b)] + chunk - 1) / chunk);
-        const int exact = int((int64_t(job.held[size_t(b)]) + exact_chunk - 1) / exact_chunk);
+        const int exact = int((int64_t(job.exact_counts[size_t(b)]) + exact_chunk - 1) / exact_chunk);
         plan.first_partial.push_back(plan.partials);
         plan.packed.push_back(packed);
         plan.exact.push_back(exact);
@@ -45,7 +45,7 @@ Plan plan_of(const Job& job, int threads) {
             for (int h = 0; h < job.heads; ++h) plan.spans.push_back({b, h, true, first, last, c});
         }
         for (int c = 0; c < exact; ++c) {
-            const int first = c * exact_chunk, rest = job.held[size_t(b)] - first;
+            const int first = c * exact_chunk, rest = job.exact_counts[size_t(b)] - first;
             const int last = first + (rest < exact_chunk ? rest : exact_chunk);
             for (int h = 0; h < job.heads; ++h) plan.spans.push_back({b, h, false, first, last, packed + c});
         }
@@ -55,18 +55,18 @@ Plan plan_of(const Job& job, int threads) {
 
 constexpr int few_rows = 64;  // are done before a second thread wakes
 
-// The queries of all rows and heads as packed keys meet them: once, not for every span.
-const float* turned_queries(const Job& job, const Kernels& kernels, int threads, int64_t each) {
+// The queries of all rows and heads as they are multiplied with packed keys: once, not for every span.
+const float* packed_queries(const Job& job, const Kernels& kernels, int threads, int64_t each) {
     thread_local std::unique_ptr<float[]> memory;
-    thread_local int64_t held = 0;
+    thread_local int64_t capacity = 0;
     const int64_t count = int64_t(job.batch) * job.heads;
-    if (each * count > held) {
-        held = each * count;
-        memory.reset(new float[size_t(held)]);
+    if (each * count > capacity) {
+        capacity = each * count;
+        memory.reset(new float[size_t(capacity)]);
     }
     float* out = memory.get();
     parallel(count, job.rows() * count > few_rows ? threads : 1, [&](int64_t index) {
-        kernels.turn_query(job, int(index / job.heads), int(index % job.heads), out + index * each);
+        kernels.packed_query(job, int(index / job.heads), int(index % job.heads), out + index * each);
     });
     return out;
 }
@@ -75,15 +75,15 @@ const float* turned_queries(const Job& job, const Kernels& kernels, int threads,
 
 void attend(const Job& job, const Kernels& kernels, int threads) {
     const Plan plan = plan_of(job, threads);
-    const int64_t turned_each = int64_t(job.rows()) * padded(job.record.key.channels);
-    const float* turned = job.turns_query() ? turned_queries(job, kernels, threads, turned_each) : nullptr;
+    const int64_t query_each = int64_t(job.rows()) * padded(job.record.key.channels);
+    const float* packed_query = job.changes_query() ? packed_queries(job, kernels, threads, query_each) : nullptr;
     const int width = kernels.value_width(job), rows = job.rows();
     const int64_t each = Partial::floats(rows, width);
     thread_local std::unique_ptr<float[]> memory;
-    thread_local int64_t held = 0;
-    if (each * plan.partials > held) {
-        held = each * plan.partials;
-        memory.reset(new float[size_t(held)]);
+    thread_local int64_t capacity = 0;
+    if (each * plan.partials > capacity) {
+        capacity = each * plan.partials;
+        memory.reset(new float[size_t(capacity)]);
     }
     std::vector<Partial> partials;
     partials.reserve(size_t(plan.partials));
@@ -100,8 +100,8 @@ void attend(const Job& job, const Kernels& kernels, int threads) {
         const int packed = plan.packed[size_t(span.batch)], count = packed + plan.exact[size_t(span.batch)];
         uint8_t* scratch = scratch_of_thread(scratch_bytes);
         Partial* all = &partials[size_t(plan.first_partial[size_t(span.batch)] + span.head * count)];
-        const int64_t own = (int64_t(span.batch) * job.heads + span.head) * turned_each;
-        kernels.attend(job, span, turned ? turned + own : nullptr, all[span.slot], scratch);
+        const int64_t own = (int64_t(span.batch) * job.heads + span.head) * query_each;
+        kernels.attend(job, span, packed_query ? packed_query + own : nullptr, all[span.slot], scratch);
         if (missing[size_t(span.batch * job.heads + span.head)].fetch_sub(1) == 1)
             kernels.merge(job, span.batch, span.head, all, count, packed, scratch);
     });

@@ -217,17 +217,17 @@ KVBITS_STAGE void scales_and_zeros(const Side& side, const uint8_t* record, int 
         }
         return;
     }
-    const bool turn = side.per == Per::token && side.groups > 1;
+    const bool transposed = side.per == Per::token && side.groups > 1;
     for (int which = 0; which < (side.zero ? 2 : 1); ++which) {
         float* out = which ? zero : scale;
         const Type type = which ? Type::f16 : Type::bf16;
         const uint8_t* from = record + (which ? side.zeros : side.scale);
-        if (turn && side.groups % 2 == 0 && side.groups <= 4 && tokens % I::W == 0) {
+        if (transposed && side.groups % 2 == 0 && side.groups <= 4 && tokens % I::W == 0) {
             turn_pairs<I>(type, from, tokens, side.groups, out);
             continue;
         }
-        to_float<I>(type, from, count, turn ? work : out);
-        if (!turn) continue;
+        to_float<I>(type, from, count, transposed ? work : out);
+        if (!transposed) continue;
         for (int g = 0; g < side.groups; ++g)
             for (int t = 0; t < tokens; ++t) out[g * tokens + t] = work[t * side.groups + g];
     }

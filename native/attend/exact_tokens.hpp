@@ -8,7 +8,7 @@ namespace kvbits {
 namespace {
 
 // Exact tokens first .. last - 1 of the row that begin() named.
-template <class I> inline void Piece<I>::meet_exact(Partial& partial, int first, int last) {
+template <class I> inline void Piece<I>::attend_exact(Partial& partial, int first, int last) {
     Side v = job.record.value;
     v.levels = Levels::exact;
     v.type = job.values.type;
@@ -19,14 +19,14 @@ template <class I> inline void Piece<I>::meet_exact(Partial& partial, int first,
             for (int t = 0; t < count; t += 16) {
                 const int here = count - t < 16 ? count - t : 16;
                 exact_keys(job.keys.at(batch, head, from + t), job.keys.stride[2], here, job.keys.type);
-                meet_keys(s.query, rows_first, rows, t);
+                dot_float_keys(s.query, rows_first, rows, t);
             }
             const int gap = job.counts[batch] * job.record.tokens + job.dropped;
-            weigh(partial, rows_first, rows, job.exact_visible, {count, from, job.sinks, gap});
+            weigh(partial, rows_first, rows, {count, from, job.sinks, gap});
             for (int t = 0; t < count; t += 16) {
                 const int here = count - t < 16 ? count - t : 16;
                 float_rows<I>(v, job.values.at(batch, head, from + t), job.values.stride[2], here, s.value_width, s.rows);
-                meet_values(partial, rows_first, rows, t, here);
+                add_float_values(partial, rows_first, rows, t, here);
             }
         }
     }
@@ -47,7 +47,7 @@ KVBITS_STAGE void Piece<I>::exact_keys(const uint8_t* rows, ptrdiff_t stride, in
                  reinterpret_cast<uint32_t*>(s.keys));
 }
 
-template <class I> inline void Piece<I>::meet_keys(const float* query, int first_row, int rows, int t) {
+template <class I> inline void Piece<I>::dot_float_keys(const float* query, int first_row, int rows, int t) {
     over_tile(query, first_row, rows, t, [&](auto n, const float* const* q, float* const* out) {
         float_dots<I, decltype(n)::value>(s.keys, job.record.key.channels, q, out);
     });
@@ -69,7 +69,7 @@ inline void Piece<I>::over_tile(const float* query, int first_row, int rows, int
     });
 }
 
-template <class I> inline void Piece<I>::meet_values(Partial& partial, int first_row, int rows, int t, int count) {
+template <class I> inline void Piece<I>::add_float_values(Partial& partial, int first_row, int rows, int t, int count) {
     over_rows(rows, [&](auto n, int first) {
         constexpr int N = decltype(n)::value;
         const float* weight[N];

@@ -28,13 +28,13 @@ template <class I> void merge(const Job& job, int batch, int head, Partial* part
             const float factor = __builtin_expf(partials[p].top(r) - top), here = factor * partials[p].weight(r);
             weight += here;
             if (p < packed) packed_weight += here;
-            float* sum = sums[p < packed && job.value_rotation_back ? 1 : 0];
+            float* sum = sums[p < packed && job.value_unrotation ? 1 : 0];
             const float* total = partials[p].total(r);
             for (int c = 0; c < width; c += I::W)
                 store(sum + c, I::fma(load<f32>(total + c), splat<f32>(factor), load<f32>(sum + c)));
         }
         float* out = sums[0];
-        if (job.value_rotation_back) add_product<I>(sums[1], job.value_rotation_back, channels, out);
+        if (job.value_unrotation) add_product<I>(sums[1], job.value_unrotation, channels, out);
         if (job.value_mean)
             for (int c = 0; c < channels; ++c) out[c] += packed_weight * job.value_mean[int64_t(head) * channels + c];
         const float inverse = weight == 0 ? 0.0f : 1.0f / weight;

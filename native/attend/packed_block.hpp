@@ -7,10 +7,10 @@ namespace kvbits {
 namespace {
 
 // Block `block` of the row that begin() named, for all its query rows.
-template <class I> inline void Piece<I>::meet_block(Partial& partial, int block) {
+template <class I> inline void Piece<I>::attend_block(Partial& partial, int block) {
     const Record& record = job.record;
     const uint8_t* at = job.pool + (job.table[batch * job.table_stride + block] * job.heads + head) * record.bytes;
-    const Stretch tokens = {record.tokens, job.first_token + block * record.tokens};
+    const Stretch tokens = {record.tokens, job.first_token() + block * record.tokens};
     const uint8_t* next = block + 1 < job.counts[batch]
         ? job.pool + (job.table[batch * job.table_stride + block + 1] * job.heads + head) * record.bytes : nullptr;
     const Side &k = record.key, &v = record.value;
@@ -27,11 +27,11 @@ template <class I> inline void Piece<I>::meet_block(Partial& partial, int block)
         scales_and_zeros<I>(v, at, record.tokens, fixed(job.value_scale, v), fixed(job.value_zero, v), s.scale_v, s.zero_v, s.float_work);
     }
     if (shorts) short_factors<I>(k, short_levels, *job.steps, s.scale_k, s.zero_k, factors());
-    if (job.steps) turn_to(block);
+    if (job.steps) unrope_query(block);
     for (int first = 0; first < job.rows(); first += batch_rows) {
         const int rows = job.rows() - first < batch_rows ? job.rows() - first : batch_rows;
         packed_scores(at, first, rows);
-        weigh(partial, first, rows, job.packed_visible, tokens);
+        weigh(partial, first, rows, tokens);
         packed_values(at, partial, first, rows);
     }
 }

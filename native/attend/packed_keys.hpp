@@ -114,8 +114,8 @@ template <class I> KVBITS_STAGE void Piece<I>::scores_per_channel(int first_row,
 template <class I> inline void Piece<I>::float_scores(const uint8_t* record, int first_row, int rows) {
     const Side& k = job.record.key;
     const int tokens = job.record.tokens;
-    const float* query = job.turned ? s.back : packed;
-    const bool apply = job.turned || k.per == Per::channel;
+    const float* query = job.unroped ? s.unroped : packed;
+    const bool apply = job.unroped || k.per == Per::channel;
     for (int t = 0; t < tokens; t += 16) {
         const int here = tokens - t < 16 ? tokens - t : 16;
         if (k.levels == Levels::e4m3 && !apply) {
@@ -128,8 +128,8 @@ template <class I> inline void Piece<I>::float_scores(const uint8_t* record, int
             exact_keys(record + k.codes + int64_t(t) * k.channels * size_of(k.type), k.channels * size_of(k.type), here);
         else
             float_keys<I>(k, keys, t / 16, tokens, apply, s.scale_k, s.zero_k, s.keys);
-        if (job.turned) turn_keys<I>(s.keys, *job.steps, t / 16);
-        meet_keys(query, first_row, rows, t);
+        if (job.unroped) rope_keys<I>(s.keys, *job.steps, t / 16);
+        dot_float_keys(query, first_row, rows, t);
     }
     if (apply || k.levels == Levels::exact) return;
     for (int r = 0; r < rows; ++r)

@@ -46,7 +46,7 @@ template <class I> inline void Piece<I>::float_values(const uint8_t* record, Par
     for (int t = 0; t < job.record.tokens; t += 16) {
         const int here = job.record.tokens - t < 16 ? job.record.tokens - t : 16;
         float_rows<I>(v, record + v.codes + t * stride, stride, here, s.value_width, s.rows);
-        meet_values(partial, first_row, rows, t, here);
+        add_float_values(partial, first_row, rows, t, here);
     }
 }
 

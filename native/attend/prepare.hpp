@@ -1,4 +1,4 @@
-// The query of a piece, prepared: once as it meets every packed block, and for each block where keys, or their mean, turn.
+// The query of a piece, prepared: once for every packed block, and for each block where keys, or their mean, are yet to be roped.
 #pragma once
 
 #include "piece.hpp"
@@ -7,33 +7,33 @@
 namespace kvbits {
 namespace {
 
-// Begin with row b of the batch and KV head h. `turned`: its query rows as packed keys need them, or nothing.
-template <class I> KVBITS_STAGE void Piece<I>::begin(int b, int h, bool is_packed, const float* turned) {
+// Begin with row b of the batch and KV head h. `packed_query`: its rows as packed keys need them, or nothing.
+template <class I> KVBITS_STAGE void Piece<I>::begin(int b, int h, bool is_packed, const float* packed_query) {
     batch = b;
     head = h;
     const Side& k = job.record.key;
     read_query<I>(job, batch, head, s.query);
     if (!is_packed) return;
-    packed = turned ? turned : s.query;
-    for (int r = 0; r < job.rows(); ++r) meet_mean(r);
-    if (!job.turned) lay_side_by_side(packed);
+    packed = packed_query ? packed_query : s.query;
+    for (int r = 0; r < job.rows(); ++r) dot_mean(r);
+    if (!job.unroped) lay_side_by_side(packed);
     if (float_path()) return;
     if (k.per == Per::token) prepare_per_token();
     if (k.per == Per::channel && k.fixed) prepare_fixed();
 }
 
-// The product of a row with the mean of the packed keys, and what it needs to turn with the tokens.
-template <class I> inline void Piece<I>::meet_mean(int r) {
+// The product of a row with the mean of the packed keys; where that is roped, two numbers for each pair.
+template <class I> inline void Piece<I>::dot_mean(int r) {
     s.mean[r] = 0;
     if (!job.key_mean) return;
     const float *query = s.query + int64_t(r) * s.key_width, *mean = job.key_mean + int64_t(head) * job.record.key.channels;
     const int pairs = job.pairs();
     for (int c = 2 * pairs; c < job.record.key.channels; ++c) s.mean[r] += query[c] * mean[c];
-    float* swing = s.swing + int64_t(r) * 2 * pairs;
+    float* mean_pairs = s.mean_pairs + int64_t(r) * 2 * pairs;
     for (int i = 0; i < pairs; ++i) {
         const int a = job.steps->interleaved ? 2 * i : i, b = job.steps->interleaved ? 2 * i + 1 : i + pairs;
-        swing[i] = query[a] * mean[a] + query[b] * mean[b];
-        swing[pairs + i] = query[b] * mean[a] - query[a] * mean[b];
+        mean_pairs[i] = query[a] * mean[a] + query[b] * mean[b];
+        mean_pairs[pairs + i] = query[b] * mean[a] - query[a] * mean[b];
     }
 }
 
@@ -44,24 +44,24 @@ template <class I> inline void Piece<I>::lay_side_by_side(const float* rows) {
             s.side_by_side[int64_t(r / 4) * 4 * s.key_width + 4 * c + r % 4] = r < job.rows() ? rows[int64_t(r) * s.key_width + c] : 0;
 }
 
-// Turn what meets the keys of block `block` to its first token.
-template <class I> KVBITS_STAGE void Piece<I>::turn_to(int block) {
+// Unrope by the angles of the first token of block `block`: the query, and its products with the mean.
+template <class I> KVBITS_STAGE void Piece<I>::unrope_query(int block) {
     const int pairs = job.pairs();
     const int64_t at = job.base_batch * batch + job.base_block * block;
     const float *cos = job.base_cos + at, *sin = job.base_sin + at;
     for (int r = 0; r < job.rows() && job.key_mean; ++r) {
-        const float* __restrict from = s.swing + int64_t(r) * 2 * pairs;
-        float* __restrict to = s.swung + int64_t(r) * 2 * pairs;
-        turn_back(from, cos, sin, pairs, false, to);
+        const float* __restrict from = s.mean_pairs + int64_t(r) * 2 * pairs;
+        float* __restrict to = s.unroped_mean + int64_t(r) * 2 * pairs;
+        unrope(from, cos, sin, pairs, false, to);
     }
-    if (!job.turned) return;
+    if (!job.unroped) return;
     for (int r = 0; r < job.rows(); ++r) {
         const float* row = packed + int64_t(r) * s.key_width;
-        float* back = s.back + int64_t(r) * s.key_width;
-        turn_back(row, cos, sin, pairs, job.steps->interleaved, back);
-        for (int c = 2 * pairs; c < s.key_width; ++c) back[c] = row[c];
+        float* unroped = s.unroped + int64_t(r) * s.key_width;
+        unrope(row, cos, sin, pairs, job.steps->interleaved, unroped);
+        for (int c = 2 * pairs; c < s.key_width; ++c) unroped[c] = row[c];
     }
-    lay_side_by_side(s.back);
+    lay_side_by_side(s.unroped);
 }
 
 template <class I> inline void Piece<I>::prepare_per_token() {

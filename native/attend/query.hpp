@@ -1,4 +1,4 @@
-// The query rows of one row of the batch and KV head, as exact and as packed keys meet them.
+// The query rows of one row of the batch and KV head, as exact and as packed keys need them.
 #pragma once
 
 #include "../elements.hpp"
@@ -21,7 +21,7 @@ template <class I> void read_query(const Job& job, int batch, int head, float* o
 }
 
 // The same, balanced and rotated as the packed keys were.
-template <class I> void turn_query(const Job& job, int batch, int head, float* out) {
+template <class I> void packed_query(const Job& job, int batch, int head, float* out) {
     const int channels = job.record.key.channels, width = padded(channels);
     read_query<I>(job, batch, head, out);
     const float* balance = job.key_balance ? job.key_balance + int64_t(head) * channels : nullptr;

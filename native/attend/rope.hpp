@@ -1,8 +1,8 @@
 // Keys that are stored before the rotary embedding, and means that were taken off with it.
 //
-// Token m of block n is turned by base[n] + step[m]. The query is turned back by the base, once per block, and meets
-// keys that are turned by the step alone. Numbers of sixteen bits do for that: a code becomes `unit` times a number
-// that fills them, a turn is four products, rounded, of twice as many lanes as floats would have, and products with
+// Token m of block n is roped by base[n] + step[m]. The query is unroped by the base, once per block, and multiplied with
+// keys that are roped by the step alone. Numbers of sixteen bits do for that: a code becomes `unit` times a number that
+// fills them, a rope is four products, rounded, of twice as many lanes as floats would have, and products with
 // the query, sixteen bits as well, are summed exactly.
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace kvbits {
 namespace {
 
-constexpr float largest_short = 23000;  // of a key: turned, it stays below 2^15
+constexpr float largest_short = 23000;  // of a key: roped, it stays below 2^15
 constexpr float largest_e4m3 = 448;
 constexpr int chunk = 32;               // channels of the query that share a step, and whose products share a sum
 
@@ -44,8 +44,8 @@ struct ShortLevels {
         }
     }
 
-    // Whether the keys of a block can be turned as such numbers: four neighbours must share a group. What shares a
-    // static scale for the whole layer may be of any size beside it, and turns as floats.
+    // Whether the keys of a block can be roped as such numbers: four neighbours must share a group. What shares a
+    // static scale for the whole layer may be of any size beside it, and is roped as floats.
     static bool fit(const Side& side, const Steps& steps) {
         const bool whole = side.per == Per::channel || (side.per == Per::token && side.length % 4 == 0);
         return whole && !steps.shorts.empty() && side.levels != Levels::exact;
@@ -111,9 +111,9 @@ KVBITS_STAGE void short_factors(const Side& side, const ShortLevels& levels, con
     }
 }
 
-// Sixteen tokens of keys, turned by their steps: two channels of each token beside each other, [channels / 2][16][2].
+// Sixteen tokens of keys, roped by their steps: two channels of each token beside each other, [channels / 2][16][2].
 template <class I, Levels LEVELS, bool TOP, bool PER_TOKEN>
-KVBITS_STAGE void turned_tile(const Side& side, const ShortLevels& levels, const Tiles& tiles, int tile, const Steps& steps,
+KVBITS_STAGE void roped_tile(const Side& side, const ShortLevels& levels, const Tiles& tiles, int tile, const Steps& steps,
                               const ShortFactors& factors, int16_t* out) {
     using f32 = typename I::f32;
     using u32 = typename I::u32;
@@ -153,7 +153,7 @@ KVBITS_STAGE void turned_tile(const Side& side, const ShortLevels& levels, const
             x[0] = I::scaled(bits<i16>(even), factor(factors.factor)) + factor(factors.offset);
             x[1] = I::scaled(bits<i16>(odd), factor(next(factors.factor))) + factor(next(factors.offset));
         };
-        const auto turn = [&](int angle, i16 x, i16 y, int a, int b) {
+        const auto rope = [&](int angle, i16 x, i16 y, int a, int b) {
             const int16_t* at = steps.shorts[size_t(tile) * size_t(pairs) + size_t(2 * angle)].at + 2 * part;
             const i16 c = load<i16>(at), s = load<i16>(at + 32);
             store(out + 32 * a + 2 * part, i16(I::scaled(x, c) - I::scaled(y, s)));
@@ -164,17 +164,17 @@ KVBITS_STAGE void turned_tile(const Side& side, const ShortLevels& levels, const
         if (steps.interleaved) {
             for (; w < pairs / 2; ++w) {
                 key(w, x);
-                turn(w, x[0], x[1], 2 * w, 2 * w + 1);
+                rope(w, x[0], x[1], 2 * w, 2 * w + 1);
             }
         } else {
             for (; w < pairs / 4; ++w) {
                 key(w, x);
                 key(w + pairs / 4, y);
-                for (int j = 0; j < 2; ++j) turn(2 * w + j, x[j], y[j], 2 * w + j, 2 * w + j + pairs / 2);
+                for (int j = 0; j < 2; ++j) rope(2 * w + j, x[j], y[j], 2 * w + j, 2 * w + j + pairs / 2);
             }
             w = pairs / 2;
         }
-        for (; w < words; ++w) {  // channels that do not turn
+        for (; w < words; ++w) {  // channels without a pair
             key(w, x);
             for (int j = 0; j < 2; ++j) store(out + 32 * (2 * w + j) + 2 * part, x[j]);
         }
@@ -201,7 +201,7 @@ template <class I> inline void shorten(const float* x, int width, int16_t* out, 
     }
 }
 
-// Dot products of N such queries with one tile of turned keys: out[n][16].
+// Dot products of N such queries with one tile of roped keys: out[n][16].
 template <class I, int N>
 KVBITS_STAGE void short_dots(const int16_t* keys, int channels, const int16_t* const* query, const float* const* steps, float* const* out) {
     using f32 = typename I::f32;
@@ -228,8 +228,8 @@ KVBITS_STAGE void short_dots(const int16_t* keys, int channels, const int16_t* c
     }
 }
 
-// Float keys [channel][16] of one tile, turned by their steps.
-template <class I> inline void turn_keys(float* keys, const Steps& steps, int tile) {
+// Float keys [channel][16] of one tile, roped by their steps.
+template <class I> inline void rope_keys(float* keys, const Steps& steps, int tile) {
     using f32 = typename I::f32;
     for (int i = 0; i < steps.pairs; ++i) {
         const size_t at = size_t(tile) * size_t(steps.pairs) + size_t(i);
@@ -244,8 +244,8 @@ template <class I> inline void turn_keys(float* keys, const Steps& steps, int ti
     }
 }
 
-// `query` turned back by the angles of a block's first token.
-inline void turn_back(const float* __restrict query, const float* cos, const float* sin, int pairs, bool interleaved, float* __restrict out) {
+// `query` unroped by the angles of a block's first token.
+inline void unrope(const float* __restrict query, const float* cos, const float* sin, int pairs, bool interleaved, float* __restrict out) {
     for (int i = 0; i < pairs; ++i) {
         const int a = interleaved ? 2 * i : i, b = interleaved ? 2 * i + 1 : i + pairs;
         out[a] = query[a] * cos[i] + query[b] * sin[i];
@@ -253,8 +253,8 @@ inline void turn_back(const float* __restrict query, const float* cos, const flo
     }
 }
 
-// Products of N queries with a mean that turns with the tokens of tile `tile`, added to out[n][16]. Of each pair, a is
-// the product where the mean is not turned, and b where it is turned by a right angle.
+// Products of N queries with a mean that is roped with the tokens of tile `tile`, added to out[n][16]. Of each pair, a is
+// the product with the mean as it is, and b with the mean roped by a right angle.
 template <class I, int N>
 KVBITS_STAGE void mean_dots(const Steps& steps, int tile, const float* const* a, const float* const* b, float* const* out) {
     using f32 = typename I::f32;

@@ -8,8 +8,8 @@
 namespace kvbits {
 namespace {
 
-constexpr int batch_rows = 64;    // query rows that meet an unpacked block together
-constexpr int exact_tokens = 128; // exact tokens that are met together
+constexpr int batch_rows = 64;    // query rows that share an unpacked block
+constexpr int exact_tokens = 128; // exact tokens at a time
 
 template <class T> inline T* take(uintptr_t& memory, int64_t count) {
     T* here = reinterpret_cast<T*>(memory);
@@ -34,11 +34,11 @@ struct Scratch {
     float *weights;    // [most_rows][max(tokens, key_width)]
     float *sparse;     // [value_width][4]
     float *side_by_side;  // [rows / 4][key_width][4]: the packed rows, four side by side, where keys have outliers
-    float *mean;       // [rows]: query . mean, as far as that does not turn
-    float *swing;      // [rows][2][pairs]: products with a mean that turns, as mean_dots() takes them, not turned
-    float *swung;      // [rows][2][pairs]: the same, turned to the block's first token
-    float *back;       // [rows][key_width]: the packed rows, turned back by the angles of the block
-    int16_t *factor_k, *offset_k, *short_keys, *short_query;  // of keys that turn: see rope.hpp
+    float *mean;       // [rows]: query . mean, of channels without a pair
+    float *mean_pairs;    // [rows][2][pairs]: products with a mean that is unroped, as mean_dots() takes them
+    float *unroped_mean;  // [rows][2][pairs]: the same, unroped by the angles of the block's first token
+    float *unroped;    // [rows][key_width]: the packed rows, unroped by the angles of the block's first token
+    int16_t *factor_k, *offset_k, *short_keys, *short_query;  // of unroped keys: see rope.hpp
     float *unit_k, *step_k;
     uint8_t *high, *low;            // halves of the current rows
     uint8_t *query_high, *query_low;  // of all rows, where the packed keys are scaled per token
@@ -78,16 +78,16 @@ struct Scratch {
         s.sparse = take<float>(memory, int64_t(s.value_width) * 4);
         s.side_by_side = take<float>(memory, k.outliers ? int64_t(padded(rows, 4)) * s.key_width : 0);
         s.mean = take<float>(memory, rows);
-        s.swing = take<float>(memory, job.key_mean ? int64_t(rows) * 2 * job.pairs() : 0);
-        s.swung = take<float>(memory, job.key_mean ? int64_t(rows) * 2 * job.pairs() : 0);
-        const int64_t turned = job.turned ? 1 : 0;
-        s.back = take<float>(memory, turned * rows * s.key_width);
-        s.factor_k = take<int16_t>(memory, turned * groups_k * 2 * longest);
-        s.offset_k = take<int16_t>(memory, turned * groups_k * 2 * longest);
-        s.unit_k = take<float>(memory, turned * longest);
-        s.short_keys = take<int16_t>(memory, turned * 16 * s.key_width);
-        s.short_query = take<int16_t>(memory, turned * batch_rows * s.key_width);
-        s.step_k = take<float>(memory, turned * batch_rows * (s.key_width / chunk + 1));
+        s.mean_pairs = take<float>(memory, job.key_mean ? int64_t(rows) * 2 * job.pairs() : 0);
+        s.unroped_mean = take<float>(memory, job.key_mean ? int64_t(rows) * 2 * job.pairs() : 0);
+        const int64_t if_unroped = job.unroped ? 1 : 0;
+        s.unroped = take<float>(memory, if_unroped * rows * s.key_width);
+        s.factor_k = take<int16_t>(memory, if_unroped * groups_k * 2 * longest);
+        s.offset_k = take<int16_t>(memory, if_unroped * groups_k * 2 * longest);
+        s.unit_k = take<float>(memory, if_unroped * longest);
+        s.short_keys = take<int16_t>(memory, if_unroped * 16 * s.key_width);
+        s.short_query = take<int16_t>(memory, if_unroped * batch_rows * s.key_width);
+        s.step_k = take<float>(memory, if_unroped * batch_rows * (s.key_width / chunk + 1));
         s.high = take<uint8_t>(memory, int64_t(most_rows) * (longest + 64));
         s.low = take<uint8_t>(memory, int64_t(most_rows) * (longest + 64));
         s.query_high = take<uint8_t>(memory, int64_t(rows) * halves_width(k));

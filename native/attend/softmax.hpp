@@ -17,14 +17,14 @@ template <class I> inline void cap(float softcap, float* score, int tokens) {
     }
 }
 
-// Turn the scores of `rows` rows over a stretch of tokens into weights against the running maximum.
-template <class I> KVBITS_STAGE void Piece<I>::weigh(Partial& partial, int first_row, int rows, bool visible, const Stretch& tokens) {
+// Make the scores of `rows` rows over a stretch of tokens into weights against the running maximum.
+template <class I> KVBITS_STAGE void Piece<I>::weigh(Partial& partial, int first_row, int rows, const Stretch& tokens) {
     int biased = -1;
     for (int r = 0; r < rows; ++r) {
         const int row = first_row + r;
         float* score = s.score + int64_t(r) * s.tokens;
         if (job.softcap > 0) cap<I>(job.softcap, score, tokens.count);
-        if (!visible && !sees_all(job, row % job.queries, tokens)) {
+        if (!sees_all(job, row % job.queries, tokens)) {
             const int which = job.mask_heads > 1 ? row : row % job.queries;
             if (biased != which) make_bias<I>(job, batch, head, row, tokens, s.bias);
             biased = which;

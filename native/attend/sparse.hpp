@@ -43,7 +43,7 @@ template <class I>
 template <class four>
 inline four Piece<I>::factor_of(const float* query, int token, int c) const {
     const four own = load<four>(query + 4 * c);
-    if (!job.turned || c >= 2 * job.pairs()) return own;
+    if (!job.unroped || c >= 2 * job.pairs()) return own;
     const int pairs = job.pairs();
     const bool interleaved = job.steps->interleaved, second = interleaved ? c % 2 : c >= pairs;
     const int pair = interleaved ? c / 2 : second ? c - pairs : c, other = interleaved ? c ^ 1 : second ? c - pairs : c + pairs;

@@ -5,12 +5,9 @@
 #include <vector>
 
 #include "binding.hpp"
-#include "../pool.hpp"
 
 namespace kvbits {
 namespace {
-
-const std::initializer_list<Type> element_types = {Type::f32, Type::bf16, Type::f16};
 
 // Blocks [..., tokens, channels] with any number of leading dimensions, of any strides but the last.
 struct Blocks {
@@ -115,156 +112,133 @@ int64_t count_unsound(int threads, nb::handle tensor, float limit) {
     return unsound(x, limit, threads);
 }
 
-// A list of floats that is to hold `count` of them, or none.
-std::vector<float> floats_in(nb::handle list, const char* what, size_t count) {
-    std::vector<float> all;
-    require(nb::try_cast(list, all) && all.size() == count, std::string(what) + " must be " + std::to_string(count) + " numbers");
-    return all;
+// How many levels of the codec's table, and the edges between them; none for other levels.
+void take_levels(Encoder& how, const std::vector<float>& edges, const std::vector<float>& table) {
+    const bool given = how.levels == Levels::table;
+    how.bottom = given ? -1.0f : 0.0f;
+    how.span = given ? 2.0f : how.levels == Levels::e4m3 ? 448.0f : float((1 << how.bits) - 1);
+    std::fill(std::begin(how.edges), std::end(how.edges), __builtin_inff());
+    if (!given) return;
+    const size_t count = size_t(1) << how.bits;
+    require(edges.size() == count - 1, "edges must be " + std::to_string(count - 1) + " numbers");
+    require(table.size() == count, "the table must be " + std::to_string(count) + " numbers");
+    std::copy(edges.begin(), edges.end(), how.edges);
+    std::copy(table.begin(), table.end(), how.table);
 }
 
-// How to encode blocks of x, checked; without what is given for its scales, and without outliers.
-Encoder encoder_of(const Blocks& x, Choice choice, Levels levels, Per per, int bits, int64_t length, float limit) {
+bool is_range(const Encoder& how) { return how.choice == Choice::range || how.choice == Choice::open_range; }
+bool has_scale(const Encoder& how) { return how.choice != Choice::fixed; }
+bool has_zero(const Encoder& how) { return is_range(how) || how.choice == Choice::half_quadratic; }
+bool has_statics(const Encoder& how) { return how.choice == Choice::fixed && how.per == Per::channel; }
+
+// What the encoders have arithmetic for, beyond what the enums can say; and the number of groups.
+void take_groups(Encoder& how, int64_t length) {
+    const bool range = is_range(how), quadratic = how.choice == Choice::half_quadratic, fixed = how.choice == Choice::fixed;
+    const bool norm = how.choice == Choice::norm, statics = has_statics(how);
+    require(range || quadratic || fixed || norm || how.choice == Choice::magnitude, "an unknown choice of scales");
+    const bool fits = how.levels == Levels::uniform ? range || quadratic || statics
+                      : how.levels == Levels::table ? (range || norm || statics) && how.bits <= 4
+                                                    : how.levels == Levels::e4m3 && how.bits == 8 && (how.choice == Choice::magnitude || fixed);
+    require(fits, "levels do not fit the bits or the choice of scales");
+    require(how.per == Per::token || (how.per == Per::channel && (range || quadratic || (fixed && how.levels != Levels::e4m3))),
+            "groups run along tokens or channels");
+    const int64_t along = how.per == Per::token ? how.channels : how.tokens;
+    require(length > 0 && length <= along, "groups are longer than the block, or empty");
+    require(how.per == Per::token || along % length == 0, "groups of tokens must divide the block");
+    how.length = length;
+    how.groups = (along + length - 1) / length;
+    require(how.groups == 1 || !(fixed || norm), "what has one scale has one group");
+}
+
+// The memory of all parts of a packed tensor, and where those of one block are.
+struct Parts {
+    Encoded all;
+    int64_t codes, scales, outliers;  // numbers of a block
+
+    Parts(Encoder& how, const Blocks& x, const nb::dict& packed) {
+        const int64_t rows = x.tokens * how.bits / 8, across = how.per == Per::token ? x.tokens : how.groups;
+        const int64_t columns = how.per == Per::token ? how.groups : x.channels;
+        const nb::handle scale = entry(packed, "scale"), zero = entry(packed, "zero");
+        all.codes = part_of(entry(packed, "codes"), "codes", Type::u8, x, rows, x.channels);
+        require(has_scale(how) != scale.is_none() && has_zero(how) != zero.is_none(), "scale or zero is missing, or given where there is none");
+        if (has_scale(how)) all.scale = reinterpret_cast<uint16_t*>(part_of(scale, "scale", Type::bf16, x, across, columns));
+        if (has_zero(how)) all.zero = reinterpret_cast<uint16_t*>(part_of(zero, "zero", Type::f16, x, across, columns));
+        take_outliers(how, x, entry(packed, "outlier_index"), entry(packed, "outlier_value"));
+        codes = rows * x.channels;
+        scales = across * columns;
+        outliers = how.outliers;
+    }
+
+    Encoded operator[](int64_t index) const {
+        const auto here = [&](uint16_t* part, int64_t size) { return part ? part + index * size : nullptr; };
+        return {all.codes + index * codes, here(all.scale, scales), here(all.zero, scales), here(all.outlier_index, outliers),
+                here(all.outlier_value, outliers)};
+    }
+
+private:
+    void take_outliers(Encoder& how, const Blocks& x, nb::handle index, nb::handle value) {
+        if (index.is_none()) return;
+        require(is_range(how) || has_statics(how), "outliers beside scales that are chosen otherwise");
+        require(x.tokens * x.channels <= 65536, "outliers index at most 65536 elements");
+        how.outliers = nb::cast<int>(nb::getattr(index, "shape", nb::make_tuple(0))[nb::int_(-1)]);
+        require(how.outliers > 0 && how.outliers <= x.tokens * x.channels, "more outliers than elements, or none");
+        all.outlier_index = reinterpret_cast<uint16_t*>(list_of(index, "outlier_index", Type::u16, x, how.outliers));
+        all.outlier_value = reinterpret_cast<uint16_t*>(list_of(value, "outlier_value", Type::bf16, x, how.outliers));
+    }
+};
+
+// Static scales and zeros of all heads [H, D], and those of one block's head.
+struct LayerStatics {
+    Statics all;
+    int64_t heads = 1, blocks = 1, channels = 0;  // blocks of a head lie next to each other in the leading dimensions
+
+    LayerStatics(const Encoder& how, const Blocks& x, nb::handle scale, nb::handle zero) {
+        if (!has_statics(how)) return;
+        require(x.shape.size() >= 2, "static scales are for blocks [..., heads, blocks, tokens, channels]");
+        heads = x.shape[x.shape.size() - 2];
+        blocks = x.shape.back();
+        channels = x.channels;
+        all = {floats_of(scale, "static scale", {heads, x.channels}), floats_of(zero, "static zero", {heads, x.channels})};
+        require(all.scale && all.zero, "static scale or zero is missing");
+    }
+
+    Statics operator[](int64_t index) const {
+        const int64_t head = index / blocks % heads * channels;
+        return all.scale ? Statics{all.scale + head, all.zero + head} : Statics{};
+    }
+};
+
+// Encode every block of x into the parts of `packed`. Returns how many elements are unsound; then the parts are worthless.
+int64_t encode(int isa, int threads, nb::handle tensor, int choice, int levels, int per, int bits, int64_t length,
+               const std::vector<float>& edges, const std::vector<float>& table, float layer_scale, nb::handle static_scale,
+               nb::handle static_zero, float limit, const nb::dict& packed) {
+    const Blocks x = blocks_of(tensor, "x", element_types);
     require(x.tokens > 0 && x.channels > 0 && x.tokens < (1 << 30) && x.channels < (1 << 20), "an empty or enormous block");
     require(x.tokens % 8 == 0, "a block must be a multiple of 8 tokens");
     require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "codes have 2, 3, 4 or 8 bits");
     require_limit(limit, x.type);
-    const bool quadratic = choice == Choice::half_quadratic, range = choice == Choice::range || choice == Choice::open_range;
-    const bool given = choice == Choice::fixed, norm = choice == Choice::norm, per_channel = per == Per::channel;
-    require(range || quadratic || given || norm || choice == Choice::magnitude, "an unknown choice of scales");
-    const bool fits = levels == Levels::uniform ? range || quadratic || (given && per_channel)
-                      : levels == Levels::table ? (range || norm || (given && per_channel)) && bits <= 4
-                                                : levels == Levels::e4m3 && bits == 8 && (choice == Choice::magnitude || given);
-    require(fits, "levels do not fit the bits or the choice of scales");
-    require(per == Per::token || (per_channel && (range || quadratic || (given && levels != Levels::e4m3))), "groups run along tokens or channels");
-    const int64_t along = per == Per::token ? x.channels : x.tokens;
-    require(length > 0 && length <= along, "groups are longer than the block, or empty");
-    require(per == Per::token || along % length == 0, "groups of tokens must divide the block");
-    Encoder encoder;
-    encoder.choice = choice;
-    encoder.levels = levels;
-    encoder.per = per;
-    encoder.bits = bits;
-    encoder.tokens = x.tokens;
-    encoder.channels = x.channels;
-    encoder.length = length;
-    encoder.groups = (along + length - 1) / length;
-    encoder.limit = limit;
-    encoder.bottom = levels == Levels::table ? -1.0f : 0.0f;
-    encoder.span = levels == Levels::table ? 2.0f : levels == Levels::e4m3 ? 448.0f : float((1 << bits) - 1);
-    require(encoder.groups == 1 || !(given || norm), "what has one scale has one group");
-    return encoder;
-}
-
-void set_table(Encoder& encoder, nb::handle edges, nb::handle table) {
-    for (float& edge : encoder.edges) edge = __builtin_inff();
-    if (encoder.levels != Levels::table) return;
-    const size_t count = size_t(1) << encoder.bits;
-    const auto between = floats_in(edges, "edges", count - 1), all = floats_in(table, "the table", count);
-    std::copy(between.begin(), between.end(), encoder.edges);
-    std::copy(all.begin(), all.end(), encoder.table);
-}
-
-// Blocks, and where the parts of each go: the parts of all blocks lie next to each other.
-struct Encoding {
-    const Blocks& x;
-    Encoder encoder;
-    Encoded parts = {};             // of the first block
-    int64_t codes = 0, scales = 0;  // bytes of codes and number of scales of a block
-    Statics statics = {};           // of the first head
-    int64_t heads = 1, blocks = 1;  // blocks of a head, next to each other in the leading dimensions
-
-    void set_scale(float fixed) {
-        if (encoder.choice != Choice::fixed || encoder.per == Per::channel) return;
-        require(fixed == fixed && fixed != 0, "the scale is 0 or NaN");
-        encoder.scale = fixed;
-    }
-
-    void set_statics(nb::handle scale, nb::handle zero) {
-        if (encoder.choice != Choice::fixed || encoder.per != Per::channel) return;
-        require(x.shape.size() >= 2, "static scales are for blocks [..., heads, blocks, tokens, channels]");
-        heads = x.shape[x.shape.size() - 2];
-        blocks = x.shape.back();
-        statics = {floats_of(scale, "static scale", {heads, x.channels}), floats_of(zero, "static zero", {heads, x.channels})};
-        require(statics.scale && statics.zero, "static scale or zero is missing");
-    }
-
-    void set_dense(nb::handle code, nb::handle scale, nb::handle zero) {
-        const bool per_token = encoder.per == Per::token;
-        const int64_t rows = x.tokens * encoder.bits / 8, across = per_token ? x.tokens : encoder.groups;
-        const int64_t columns = per_token ? encoder.groups : x.channels;
-        const bool has_scale = encoder.choice != Choice::fixed;
-        const bool has_zero = has_scale && encoder.choice != Choice::norm && encoder.choice != Choice::magnitude;
-        codes = rows * x.channels;
-        scales = across * columns;
-        parts.codes = part_of(code, "codes", Type::u8, x, rows, x.channels);
-        require(has_scale != scale.is_none() && has_zero != zero.is_none(), "scale or zero is missing, or given where there is none");
-        if (has_scale) parts.scale = reinterpret_cast<uint16_t*>(part_of(scale, "scale", Type::bf16, x, across, columns));
-        if (has_zero) parts.zero = reinterpret_cast<uint16_t*>(part_of(zero, "zero", Type::f16, x, across, columns));
-    }
-
-    void set_outliers(nb::handle index, nb::handle value) {
-        if (index.is_none()) return;
-        const bool range = encoder.choice == Choice::range || encoder.choice == Choice::open_range;
-        require(range || statics.scale, "outliers beside scales that are chosen otherwise");
-        require(x.tokens * x.channels <= 65536, "outliers index at most 65536 elements");
-        const nb::object count = nb::getattr(index, "shape", nb::make_tuple(0))[nb::int_(-1)];
-        encoder.outliers = nb::cast<int>(count);
-        require(encoder.outliers > 0 && encoder.outliers <= x.tokens * x.channels, "more outliers than elements, or none");
-        parts.outlier_index = reinterpret_cast<uint16_t*>(list_of(index, "outlier_index", Type::u16, x, encoder.outliers));
-        parts.outlier_value = reinterpret_cast<uint16_t*>(list_of(value, "outlier_value", Type::bf16, x, encoder.outliers));
-    }
-
-    Encoded parts_at(int64_t index) const {
-        const auto at = [index](auto* all, int64_t size) { return all ? all + index * size : nullptr; };
-        return {at(parts.codes, codes), at(parts.scale, scales), at(parts.zero, scales), at(parts.outlier_index, encoder.outliers),
-                at(parts.outlier_value, encoder.outliers)};
-    }
-
-    Statics statics_at(int64_t index) const {
-        if (!statics.scale) return {};
-        const int64_t from = index / blocks % heads * x.channels;
-        return {statics.scale + from, statics.zero + from};
-    }
-
-    // What was seen in all blocks together.
-    Seen run(const Kernels& kernels, int threads) const {
-        const int64_t bytes = kernels.encode_scratch_bytes(encoder, x.type);
-        std::vector<Seen> seen(size_t(x.count));
-        parallel(x.count, threads, [&](int64_t index) {
-            seen[size_t(index)] =
-                kernels.encode(encoder, x.type, x[index], x.stride, statics_at(index), parts_at(index), scratch_of_thread(bytes));
-        });
-        Seen all;
-        for (const Seen& block : seen) {
-            all.sound = all.sound && block.sound;
-            all.largest = block.largest > all.largest ? block.largest : all.largest;
-        }
-        return all;
-    }
-};
-
-// Encode every block of x. Returns how many elements are unsound (then the parts are worthless), and, where one scale
-// is fixed for all, the largest magnitude.
-nb::tuple encode(int isa, int threads, nb::handle tensor, int choice, int levels, int per, int bits, int64_t length, nb::handle codes,
-                 nb::handle scale, nb::handle zero, nb::handle outlier_index, nb::handle outlier_value, nb::handle edges, nb::handle table,
-                 float fixed, nb::handle static_scale, nb::handle static_zero, float limit) {
-    const Blocks x = blocks_of(tensor, "x", element_types);
-    Encoding encoding{x, encoder_of(x, Choice(choice), Levels(levels), Per(per), bits, length, limit)};
-    set_table(encoding.encoder, edges, table);
-    encoding.set_scale(fixed);
-    encoding.set_statics(static_scale, static_zero);
-    encoding.set_dense(codes, scale, zero);
-    encoding.set_outliers(outlier_index, outlier_value);
+    Encoder how;
+    how.choice = Choice(choice);
+    how.levels = Levels(levels);
+    how.per = Per(per);
+    how.bits = bits;
+    how.tokens = x.tokens;
+    how.channels = x.channels;
+    how.limit = limit;
+    how.scale = layer_scale;
+    take_groups(how, length);
+    take_levels(how, edges, table);
+    require(how.choice != Choice::fixed || has_statics(how) || (layer_scale == layer_scale && layer_scale != 0), "the scale is 0 or NaN");
+    const LayerStatics statics(how, x, static_scale, static_zero);
+    const Parts parts(how, x, packed);
     const Kernels& kernels = kernels_at(isa);
-    threads = threads < 1 ? 1 : threads;
-    Seen seen;
-    int64_t bad = 0;
-    {
-        const nb::gil_scoped_release released;
-        seen = encoding.run(kernels, threads);
-        if (!seen.sound) bad = unsound(x, limit, threads);
-    }
-    return nb::make_tuple(bad, seen.largest);
+    const nb::gil_scoped_release released;
+    const int64_t bytes = kernels.encode_scratch_bytes(how, x.type);
+    std::atomic<bool> sound{true};
+    parallel(x.count, threads_of(threads), [&](int64_t index) {
+        if (!kernels.encode(how, x.type, x[index], x.stride, statics[index], parts[index], scratch_of_thread(bytes))) sound = false;
+    });
+    return sound ? 0 : unsound(x, limit, threads_of(threads));
 }
 
 // Rotate every block of x [..., tokens, channels] into `output`, float32 and contiguous.
@@ -277,7 +251,7 @@ void hadamard(int isa, int threads, nb::handle tensor, nb::handle signs, nb::han
     const Kernels& kernels = kernels_at(isa);
     const nb::gil_scoped_release released;
     const int64_t bytes = kernels.hadamard_scratch_bytes(x.channels);
-    parallel(x.count, threads < 1 ? 1 : threads, [&](int64_t index) {
+    parallel(x.count, threads_of(threads), [&](int64_t index) {
         kernels.hadamard(x.type, x[index], x.stride, x.tokens, x.channels, sign, out + index * x.tokens * x.channels, scratch_of_thread(bytes));
     });
 }
@@ -285,11 +259,10 @@ void hadamard(int isa, int threads, nb::handle tensor, nb::handle signs, nb::han
 }  // namespace
 
 void bind_encode(nb::module_& m) {
-    m.def("encode", &encode, nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("x").none(), nb::arg("choice"),
-          nb::arg("levels"), nb::arg("per"), nb::arg("bits"), nb::arg("length"), nb::arg("codes").none(),
-          nb::arg("scale").none(), nb::arg("zero").none(), nb::arg("outlier_index").none(),
-          nb::arg("outlier_value").none(), nb::arg("edges").none(), nb::arg("table").none(), nb::arg("fixed"),
-          nb::arg("static_scale").none(), nb::arg("static_zero").none(), nb::arg("limit"));
+    const nb::none none;
+    m.def("encode", &encode, nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("x").none(), nb::arg("choice"), nb::arg("levels"),
+          nb::arg("per"), nb::arg("bits"), nb::arg("length"), nb::arg("edges"), nb::arg("table"), nb::arg("layer_scale") = 1.0f,
+          nb::arg("static_scale") = none, nb::arg("static_zero") = none, nb::arg("limit"), nb::arg("packed"));
     m.def("hadamard", &hadamard, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none());
     m.def("count_unsound", &count_unsound, nb::arg(), nb::arg().none(), nb::arg());
 }

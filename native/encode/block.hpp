@@ -16,7 +16,7 @@ template <class I, Type type, Levels levels> class BlockEncoder {
     using u32 = typename I::u32;
     static constexpr int W = I::W;
 
-    const Encoder& told_;
+    const Encoder& how_;
     const uint8_t* data_;
     int64_t stride_;       // bytes from token to token
     int64_t read_step_;    // elements from group to group of channels, where they are read
@@ -27,16 +27,16 @@ template <class I, Type type, Levels levels> class BlockEncoder {
     int64_t code_stride_;
     float* floats_;
     const int top_;
-    float edges_[32];  // as told, and room for a look-up that begins further on
+    float edges_[32];  // as how, and room for a look-up that begins further on
     Chooser<I, type, levels> chooser_;
 
 public:
-    static int64_t scratch_bytes(const Encoder& told) { return Room::scratch_bytes(told); }
+    static int64_t scratch_bytes(const Encoder& how) { return Room::scratch_bytes(how); }
 
-    BlockEncoder(const Encoder& told, const uint8_t* data, int64_t stride, const Statics& statics, const Encoded& out, uint8_t* scratch)
-        : told_(told), data_(data), stride_(stride), read_step_(told.length), padded_(Room::padded(told)), statics_(statics), out_(out),
-          code_stride_(Room::code_stride(told)), top_((1 << told.bits) - 1), chooser_(told) {
-        for (int i = 0; i < 32; ++i) edges_[i] = told.edges[i < 15 ? i : 15];
+    BlockEncoder(const Encoder& how, const uint8_t* data, int64_t stride, const Statics& statics, const Encoded& out, uint8_t* scratch)
+        : how_(how), data_(data), stride_(stride), read_step_(how.length), padded_(Room::padded(how)), statics_(statics), out_(out),
+          code_stride_(Room::code_stride(how)), top_((1 << how.bits) - 1), chooser_(how) {
+        for (int i = 0; i < 32; ++i) edges_[i] = how.edges[i < 15 ? i : 15];
         auto take = [&](int64_t bytes) {
             uint8_t* here = scratch;
             scratch += (bytes + 63) / 64 * 64;
@@ -44,45 +44,45 @@ public:
         };
         scratch = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64);
         // Whole bytes go where they belong, unless vectors reach beyond the last of them.
-        const bool in_place = told.bits == 8 && !padded_;
-        codes_ = in_place ? out.codes : take(told.tokens * code_stride_);
-        uint8_t* rows = padded_ ? take(told.tokens * Room::row_bytes(told)) : nullptr;
-        floats_ = reinterpret_cast<float*>(take(4 * Room::floats(told)));
+        const bool in_place = how.bits == 8 && !padded_;
+        codes_ = in_place ? out.codes : take(how.tokens * code_stride_);
+        uint8_t* rows = padded_ ? take(how.tokens * Room::row_bytes(how)) : nullptr;
+        floats_ = reinterpret_cast<float*>(take(4 * Room::floats(how)));
         if (padded_) pad(rows);
     }
 
     // Scales, zeros and codes; what is left to be done then is pack().
-    Seen run() {
-        if (told_.per == Per::channel && told_.choice == Choice::fixed) {
+    bool run() {
+        if (how_.per == Per::channel && how_.choice == Choice::fixed) {
             static_channels();
-        } else if (told_.choice == Choice::norm) {
-            for (int64_t t = 0; t < told_.tokens; ++t) normed_row(t);
-        } else if (told_.per == Per::channel) {
+        } else if (how_.choice == Choice::norm) {
+            for (int64_t t = 0; t < how_.tokens; ++t) normed_row(t);
+        } else if (how_.per == Per::channel) {
             int64_t n = 0;
-            for (int64_t first = 0; first < told_.tokens; first += told_.length, ++n) channel_groups(n, first);
+            for (int64_t first = 0; first < how_.tokens; first += how_.length, ++n) channel_groups(n, first);
         } else {
-            const int64_t count = told_.tokens * told_.groups;
+            const int64_t count = how_.tokens * how_.groups;
             for (int64_t first = 0; first < count; first += W) token_groups(first, count - first < W ? int(count - first) : W);
         }
-        return chooser_.seen();
+        return chooser_.all_sound();
     }
 
     // Where the code of each element is until it is packed.
     uint8_t* code_at(int64_t token, int64_t channel) const { return codes_ + token * code_stride_ + channel; }
 
-    void pack() const { kvbits::pack<I>({codes_, code_stride_, told_.tokens, told_.channels, told_.bits}, out_.codes); }
+    void pack() const { kvbits::pack<I>({codes_, code_stride_, how_.tokens, how_.channels, how_.bits}, out_.codes); }
 
 private:
     // Widen groups that are too short.
     KVBITS_STAGE void pad(uint8_t* rows) {
-        const bool whole = told_.per == Per::channel;  // a row is then one group
-        const int64_t groups = whole ? 1 : told_.groups, length = whole ? told_.channels : told_.length;
-        const int64_t wide = whole ? int64_t(E::count) : Room::width(told_), bytes = Room::row_bytes(told_);
-        for (int64_t t = 0; t < told_.tokens; ++t)
+        const bool whole = how_.per == Per::channel;  // a row is then one group
+        const int64_t groups = whole ? 1 : how_.groups, length = whole ? how_.channels : how_.length;
+        const int64_t wide = whole ? int64_t(E::count) : Room::width(how_), bytes = Room::row_bytes(how_);
+        for (int64_t t = 0; t < how_.tokens; ++t)
             for (int64_t g = 0; g < groups; ++g) {
                 const uint8_t* from = data_ + t * stride_ + g * length * E::size;
                 uint8_t* to = rows + t * bytes + g * wide * E::size;
-                const int64_t rest = told_.channels - g * length, here = rest < length ? rest : length;
+                const int64_t rest = how_.channels - g * length, here = rest < length ? rest : length;
                 std::memcpy(to, from, size_t(here * E::size));
                 for (int64_t i = here; i < wide; ++i) std::memcpy(to + i * E::size, from + (here - 1) * E::size, E::size);
             }
@@ -92,8 +92,8 @@ private:
     }
 
     int64_t length_of(int64_t group) const {
-        const int64_t rest = told_.channels - group * told_.length;
-        return rest < told_.length ? rest : told_.length;
+        const int64_t rest = how_.channels - group * how_.length;
+        return rest < how_.length ? rest : how_.length;
     }
 
     // per_token.hpp: groups of channels

@@ -34,18 +34,17 @@ template <class I> inline typename I::f32 up_to_bf16(typename I::f32 x) {  // x 
     return nearest < x ? bits<typename I::f32>(bits<typename I::u32>(nearest) + 0x10000u) : nearest;
 }
 
-// Chooses them for one group after another, and remembers what it has seen of them.
+// Chooses them for one group after another, and remembers whether all elements were sound.
 template <class I, Type type, Levels levels> class Chooser {
     using E = Elements<I, type>;
     using f32 = typename I::f32;
     using i32 = typename I::i32;
 
-    const Encoder& told_;
+    const Encoder& how_;
     const Divisor<I> span_;
-    f32 largest_{};
 
     template <bool Easy> Group<I> chosen(f32 low, f32 high) const {
-        const i32 constant = (low == high) & splat<i32>(told_.choice == Choice::open_range ? 0 : -1);
+        const i32 constant = (low == high) & splat<i32>(how_.choice == Choice::open_range ? 0 : -1);
         f32 step, whole;
         if constexpr (levels == Levels::e4m3) {
             whole = maximum(high, -low) + 0.0f;
@@ -58,30 +57,29 @@ template <class I, Type type, Levels levels> class Chooser {
         const Divisor<I> divisor(scale == 0.0f ? splat<f32>(1.0f) : scale);
         f32 zero{};
         if constexpr (levels != Levels::e4m3)
-            zero = through_half<I>((constant ? splat<f32>(1.0f) : splat<f32>(told_.bottom)) - divide<Easy>(low, divisor));
+            zero = through_half<I>((constant ? splat<f32>(1.0f) : splat<f32>(how_.bottom)) - divide<Easy>(low, divisor));
         return {scale, zero, divisor, Easy};
     }
 
 public:
     i32 sound = ~i32{};  // whether elements were finite and within the limit
 
-    explicit Chooser(const Encoder& told) : told_(told), span_(splat<f32>(told.span)) {}
+    explicit Chooser(const Encoder& how) : how_(how), span_(splat<f32>(how.span)) {}
 
-    Seen seen() const { return {all(sound), told_.choice == Choice::fixed ? largest(largest_) : 0}; }
+    bool all_sound() const { return all(sound); }
 
     // The keys of extremes. NaN and infinity are among them, where they occur.
-    void meet(i32 low_key, i32 high_key) {
-        const int32_t limit = E::key_of_limit(told_.limit);
+    void see(i32 low_key, i32 high_key) {
+        const int32_t limit = E::key_of_limit(how_.limit);
         sound &= (high_key <= limit) & (low_key >= -1 - limit);
     }
 
     // From the keys of their extremes.
     Group<I> choose(i32 low_key, i32 high_key) {
-        meet(low_key, high_key);
+        see(low_key, high_key);
         const f32 low = E::value(low_key), high = E::value(high_key);
-        if (told_.choice == Choice::fixed) {
-            largest_ = maximum(largest_, maximum(high, -low));
-            const f32 scale = splat<f32>(told_.scale);
+        if (how_.choice == Choice::fixed) {
+            const f32 scale = splat<f32>(how_.scale);
             return {scale, f32{}, Divisor<I>(scale, scale, scale), false};
         }
         if constexpr (I::fused)

@@ -1,4 +1,4 @@
-// How the elements of a block are met, and how much memory its encoder needs.
+// In what order the elements of a block are read, and how much memory its encoder needs.
 //
 // Groups shorter than two vectors are first widened, in rows of their own, by their last element.
 #pragma once
@@ -15,22 +15,22 @@ template <class I, Type type> struct Layout {
     using E = Elements<I, type>;
 
     // Elements of the shortest group along a vector.
-    static int64_t shortest(const Encoder& told) {
-        if (told.per == Per::channel) return told.channels;
-        return told.channels - (told.groups - 1) * told.length;
+    static int64_t shortest(const Encoder& how) {
+        if (how.per == Per::channel) return how.channels;
+        return how.channels - (how.groups - 1) * how.length;
     }
-    static bool padded(const Encoder& told) { return shortest(told) < E::count; }
-    static int64_t width(const Encoder& told) { return (told.length + E::count - 1) / E::count * E::count; }
-    static int64_t row_bytes(const Encoder& told) {
-        return told.per == Per::channel ? E::count * E::size : told.groups * width(told) * E::size;
+    static bool padded(const Encoder& how) { return shortest(how) < E::count; }
+    static int64_t width(const Encoder& how) { return (how.length + E::count - 1) / E::count * E::count; }
+    static int64_t row_bytes(const Encoder& how) {
+        return how.per == Per::channel ? E::count * E::size : how.groups * width(how) * E::size;
     }
-    static int64_t code_stride(const Encoder& told) { return told.channels + (padded(told) ? width(told) + E::count : 0); }
-    static int64_t floats(const Encoder& told) {
-        return told.choice == Choice::half_quadratic ? 2 * I::W * told.length : told.choice == Choice::norm ? told.channels + chains : 0;
+    static int64_t code_stride(const Encoder& how) { return how.channels + (padded(how) ? width(how) + E::count : 0); }
+    static int64_t floats(const Encoder& how) {
+        return how.choice == Choice::half_quadratic ? 2 * I::W * how.length : how.choice == Choice::norm ? how.channels + chains : 0;
     }
-    static int64_t scratch_bytes(const Encoder& told) {
-        return told.tokens * code_stride(told) + (padded(told) ? told.tokens * row_bytes(told) : 0) +
-               4 * floats(told) + 4 * 64;
+    static int64_t scratch_bytes(const Encoder& how) {
+        return how.tokens * code_stride(how) + (padded(how) ? how.tokens * row_bytes(how) : 0) +
+               4 * floats(how) + 4 * 64;
     }
 };
 

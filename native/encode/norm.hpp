@@ -21,14 +21,14 @@ template <class F> inline double doubles(int64_t count, F f) {  // `count` is a 
 
 template <class I, Type type, Levels levels>
 KVBITS_STAGE void BlockEncoder<I, type, levels>::normed_row(int64_t token) {
-    const int64_t channels = told_.channels, whole = (channels + chains - 1) / chains * chains;
+    const int64_t channels = how_.channels, whole = (channels + chains - 1) / chains * chains;
     float* unit = floats_;
     to_float<I>(type, data_ + token * stride_, channels, unit);
     for (int64_t i = channels; i < whole; ++i) unit[i] = 0;
     f32 peak{};
     for (int64_t i = 0; i < whole; i += W) {
         const f32 x = load<f32>(unit + i), magnitude = maximum<f32>(x, -x);
-        chooser_.sound &= magnitude <= told_.limit;  // nor is NaN
+        chooser_.sound &= magnitude <= how_.limit;  // nor is NaN
         peak = maximum<f32>(peak, magnitude);
     }
     const float found = kvbits::largest(peak), largest = found == 0 ? 1.0f : found;
@@ -43,7 +43,7 @@ KVBITS_STAGE void BlockEncoder<I, type, levels>::normed_row(int64_t token) {
 // Codes of a row, and its product with their levels.
 template <class I, Type type, Levels levels>
 inline double BlockEncoder<I, type, levels>::levels_of_row(const float* unit, float divisor, int64_t whole, uint8_t* code) const {
-    float edges[32], met[chains];
+    float edges[32], decoded[chains];
     std::memcpy(edges, edges_, sizeof edges);
     double sums[chains] = {}, all = 0;
     for (int64_t i = 0; i < whole; i += chains) {
@@ -51,10 +51,10 @@ inline double BlockEncoder<I, type, levels>::levels_of_row(const float* unit, fl
         for (int j = 0; j < chains; j += W) {
             const u32 found = search<I>(load<f32>(unit + i + j) / divisor, edges);
             store(codes + j, __builtin_convertvector(found, typename I::u8));
-            store(met + j, I::lookup(found, told_.table));
+            store(decoded + j, I::lookup(found, how_.table));
         }
-        for (int j = 0; j < chains; ++j) sums[j] += double(unit[i + j]) * double(met[j]);
-        std::memcpy(code + i, codes, size_t(told_.channels - i < chains ? told_.channels - i : chains));
+        for (int j = 0; j < chains; ++j) sums[j] += double(unit[i + j]) * double(decoded[j]);
+        std::memcpy(code + i, codes, size_t(how_.channels - i < chains ? how_.channels - i : chains));
     }
     for (const double sum : sums) all += sum;
     return all;

@@ -22,7 +22,7 @@ inline void BlockEncoder<I, type, levels>::token_groups(int64_t first, int count
     const uint8_t* at[W];
     int64_t length[W];
     i32 low[W], high[W];
-    const int64_t groups = told_.groups, step = told_.length, read_bytes = read_step_ * E::size;
+    const int64_t groups = how_.groups, step = how_.length, read_bytes = read_step_ * E::size;
     const int64_t short_one = padded_ ? read_step_ : length_of(groups - 1), whole = padded_ ? read_step_ : step;
     int64_t token = first / groups, group = first % groups;
     const uint8_t* read = data_ + token * stride_ + group * read_bytes;
@@ -33,7 +33,7 @@ inline void BlockEncoder<I, type, levels>::token_groups(int64_t first, int count
         code[j] = write_at;
         length[j] = group == groups - 1 ? short_one : whole;
         typename E::Extremes seen;
-        cover<E>(length[j], [&](int64_t i) { seen.meet(at[j] + i * E::size); });
+        cover<E>(length[j], [&](int64_t i) { seen.see(at[j] + i * E::size); });
         i32 keys[2];
         E::split(seen.low, keys);
         low[j] = minimum(keys[0], keys[1]);
@@ -53,7 +53,7 @@ inline void BlockEncoder<I, type, levels>::token_groups(int64_t first, int count
     }
     Group<I> made = chooser_.choose(across(low, [](i32 a, i32 b) { return minimum(a, b); }),
                                     across(high, [](i32 a, i32 b) { return maximum(a, b); }));
-    if (told_.choice == Choice::half_quadratic) made.zero = solved(made, first, count, at, E::value(high[0]) == E::value(low[0]));
+    if (how_.choice == Choice::half_quadratic) made.zero = solved(made, first, count, at, E::value(high[0]) == E::value(low[0]));
     if (out_.scale) {
         uint16_t halves[W];
         store(halves, __builtin_convertvector(made.scale_bits(), typename I::u16));
@@ -95,13 +95,13 @@ template <class I, Type type, Levels levels>
 KVBITS_STAGE typename I::f32 BlockEncoder<I, type, levels>::solved(const Group<I>& made, int64_t first, int count,
                                                                    const uint8_t* const* at, i32 constant) {
     i32 lengths = splat<i32>(1);
-    std::memset(floats_, 0, size_t(4 * W * told_.length));
+    std::memset(floats_, 0, size_t(4 * W * how_.length));
     for (int j = 0; j < count; ++j) {
-        lengths[j] = int32_t(length_of((first + j) % told_.groups));
+        lengths[j] = int32_t(length_of((first + j) % how_.groups));
         for (int i = 0; i < lengths[j]; ++i) floats_[i * W + j] = E::one(at[j] + i * E::size);
     }
-    for (int64_t i = 0; i < told_.length; ++i) store(floats_ + i * W, load<f32>(floats_ + i * W) / made.divisor.whole);
-    return constant ? made.zero : half_quadratic_zero<I>(floats_, told_.length, lengths, made.zero, top_);
+    for (int64_t i = 0; i < how_.length; ++i) store(floats_ + i * W, load<f32>(floats_ + i * W) / made.divisor.whole);
+    return constant ? made.zero : half_quadratic_zero<I>(floats_, how_.length, lengths, made.zero, top_);
 }
 
 }  // namespace

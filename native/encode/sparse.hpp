@@ -11,7 +11,7 @@ template <class I, Type type, Levels levels> class SparseEncoder {
     using E = Elements<I, type>;
     using Dense = BlockEncoder<I, type, levels>;
 
-    const Encoder& told_;
+    const Encoder& how_;
     const uint8_t* data_;
     const int64_t stride_, size_;
     const Statics statics_;
@@ -20,13 +20,13 @@ template <class I, Type type, Levels levels> class SparseEncoder {
     uint8_t *inliers_, *rest_;  // the block with outliers replaced; scratch of the dense encoder
 
 public:
-    static int64_t scratch_bytes(const Encoder& told) {
-        const int64_t size = told.tokens * told.channels;
-        return 4 * (4 * size + 64) + size * E::size + 64 + Dense::scratch_bytes(told) + 64;
+    static int64_t scratch_bytes(const Encoder& how) {
+        const int64_t size = how.tokens * how.channels;
+        return 4 * (4 * size + 64) + size * E::size + 64 + Dense::scratch_bytes(how) + 64;
     }
 
-    SparseEncoder(const Encoder& told, const uint8_t* data, int64_t stride, const Statics& statics, const Encoded& out, uint8_t* scratch)
-        : told_(told), data_(data), stride_(stride), size_(told.tokens * told.channels), statics_(statics), out_(out) {
+    SparseEncoder(const Encoder& how, const uint8_t* data, int64_t stride, const Statics& statics, const Encoded& out, uint8_t* scratch)
+        : how_(how), data_(data), stride_(stride), size_(how.tokens * how.channels), statics_(statics), out_(out) {
         auto take = [&](int64_t bytes) {
             scratch = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64);
             uint8_t* here = scratch;
@@ -40,53 +40,53 @@ public:
         rest_ = take(0);
     }
 
-    Seen run() {
-        for (int64_t t = 0; t < told_.tokens; ++t) to_float<I>(type, data_ + t * stride_, told_.channels, x_ + t * told_.channels);
-        if (told_.choice == Choice::fixed) {  // what decodes worst
-            Dense dense(told_, data_, stride_, statics_, out_, rest_);
-            const Seen seen = dense.run();
+    bool run() {
+        for (int64_t t = 0; t < how_.tokens; ++t) to_float<I>(type, data_ + t * stride_, how_.channels, x_ + t * how_.channels);
+        if (how_.choice == Choice::fixed) {  // what decodes worst
+            Dense dense(how_, data_, stride_, statics_, out_, rest_);
+            const bool sound = dense.run();
             dense.pack();
-            if (!seen.sound) return seen;
+            if (!sound) return false;
             miss(dense);
-            largest_places(far_, size_, told_.outliers, work_, out_.outlier_index);
+            largest_places(far_, size_, how_.outliers, work_, out_.outlier_index);
             write_values(dense);
-            return seen;
+            return true;
         }
         bool sound = true;
-        for (int64_t i = 0; i < size_; ++i) sound &= std::fabs(x_[i]) <= told_.limit;  // nor is NaN
-        if (!sound) return {false, 0};
+        for (int64_t i = 0; i < size_; ++i) sound &= std::fabs(x_[i]) <= how_.limit;  // nor is NaN
+        if (!sound) return false;
         measure();
-        largest_places(far_, size_, told_.outliers, work_, out_.outlier_index);
+        largest_places(far_, size_, how_.outliers, work_, out_.outlier_index);
         replace();
-        Dense dense(told_, inliers_, told_.channels * E::size, statics_, out_, rest_);
-        const Seen seen = dense.run();
-        for (int e = 0; e < told_.outliers; ++e) recode(dense, out_.outlier_index[e]);
+        Dense dense(how_, inliers_, how_.channels * E::size, statics_, out_, rest_);
+        dense.run();
+        for (int e = 0; e < how_.outliers; ++e) recode(dense, out_.outlier_index[e]);
         dense.pack();
         write_values(dense);
-        return seen;
+        return true;
     }
 
 private:
     // How much the dense part misses of each element, under static scales.
     KVBITS_STAGE void miss(const Dense& dense) {
-        const int64_t channels = told_.channels;
-        for (int64_t t = 0; t < told_.tokens; ++t) {
+        const int64_t channels = how_.channels;
+        for (int64_t t = 0; t < how_.tokens; ++t) {
             const uint8_t* code = dense.code_at(t, 0);
             const float* x = x_ + t * channels;
             float* far = far_ + t * channels;
             for (int64_t c = 0; c < channels; ++c) {
-                const float level = levels == Levels::table ? told_.table[code[c]] : float(code[c]);
+                const float level = levels == Levels::table ? how_.table[code[c]] : float(code[c]);
                 far[c] = std::fabs(x[c] - (level - statics_.zero[c]) * statics_.scale[c]);
             }
         }
     }
 
     KVBITS_STAGE void measure() {
-        const int64_t channels = told_.channels, length = told_.length;
-        if (told_.per == Per::channel)
-            for (int64_t t = 0; t < told_.tokens; t += length) channel_distances(x_ + t * channels, length, channels, far_ + t * channels);
+        const int64_t channels = how_.channels, length = how_.length;
+        if (how_.per == Per::channel)
+            for (int64_t t = 0; t < how_.tokens; t += length) channel_distances(x_ + t * channels, length, channels, far_ + t * channels);
         else
-            for (int64_t t = 0; t < told_.tokens; ++t)
+            for (int64_t t = 0; t < how_.tokens; ++t)
                 for (int64_t c = 0; c < channels; c += length)
                     distances(x_ + t * channels + c, channels - c < length ? channels - c : length, far_ + t * channels + c);
     }
@@ -94,17 +94,17 @@ private:
     // Outliers give way to another element of their group, so that the others alone choose its range; to 0 where a
     // group has no others.
     KVBITS_STAGE void replace() {
-        const int64_t channels = told_.channels;
-        for (int64_t t = 0; t < told_.tokens; ++t) std::memcpy(inliers_ + t * channels * E::size, data_ + t * stride_, size_t(channels * E::size));
+        const int64_t channels = how_.channels;
+        for (int64_t t = 0; t < how_.tokens; ++t) std::memcpy(inliers_ + t * channels * E::size, data_ + t * stride_, size_t(channels * E::size));
         for (int64_t i = 0; i < size_; ++i) work_[i] = 0;
-        for (int e = 0; e < told_.outliers; ++e) work_[out_.outlier_index[e]] = 1;
-        for (int e = 0; e < told_.outliers; ++e) {
+        for (int e = 0; e < how_.outliers; ++e) work_[out_.outlier_index[e]] = 1;
+        for (int e = 0; e < how_.outliers; ++e) {
             const int64_t i = out_.outlier_index[e], token = i / channels, channel = i % channels;
-            const bool per_channel = told_.per == Per::channel;
+            const bool per_channel = how_.per == Per::channel;
             const int64_t step = per_channel ? channels : 1;
-            const int64_t first = per_channel ? token / told_.length * told_.length * channels + channel : i - channel % told_.length;
-            const int64_t row_end = channels - channel / told_.length * told_.length;
-            const int64_t count = per_channel || row_end > told_.length ? told_.length : row_end;
+            const int64_t first = per_channel ? token / how_.length * how_.length * channels + channel : i - channel % how_.length;
+            const int64_t row_end = channels - channel / how_.length * how_.length;
+            const int64_t count = per_channel || row_end > how_.length ? how_.length : row_end;
             int64_t other = 0;
             while (other < count && work_[first + other * step] != 0) ++other;
             if (other < count) std::memcpy(inliers_ + i * E::size, inliers_ + (first + other * step) * E::size, E::size);
@@ -114,34 +114,34 @@ private:
 
     // The group of element i, in the arrays of scales and zeros.
     int64_t group_of(int64_t i) const {
-        const int64_t token = i / told_.channels, channel = i % told_.channels;
-        return told_.per == Per::channel ? token / told_.length * told_.channels + channel : token * told_.groups + channel / told_.length;
+        const int64_t token = i / how_.channels, channel = i % how_.channels;
+        return how_.per == Per::channel ? token / how_.length * how_.channels + channel : token * how_.groups + channel / how_.length;
     }
 
     float scale(int64_t i) const {
-        return told_.choice == Choice::fixed ? statics_.scale[i % told_.channels] : bf16_to_float(out_.scale[group_of(i)]);
+        return how_.choice == Choice::fixed ? statics_.scale[i % how_.channels] : bf16_to_float(out_.scale[group_of(i)]);
     }
 
     float zero(int64_t i) const {
-        return told_.choice == Choice::fixed ? statics_.zero[i % told_.channels] : half_to_float(out_.zero[group_of(i)]);
+        return how_.choice == Choice::fixed ? statics_.zero[i % how_.channels] : half_to_float(out_.zero[group_of(i)]);
     }
 
     void recode(const Dense& dense, int64_t i) const {
         const float s = scale(i), level = x_[i] / (s == 0 ? 1.0f : s) + zero(i);
-        const int top = (1 << told_.bits) - 1;
+        const int top = (1 << how_.bits) - 1;
         int code = 0;
-        if (levels == Levels::table) while (code < top && level > told_.edges[code]) ++code;
+        if (levels == Levels::table) while (code < top && level > how_.edges[code]) ++code;
         else code = level > float(top) ? top : level > 0 ? int(__builtin_rintf(level)) : 0;
-        *dense.code_at(i / told_.channels, i % told_.channels) = uint8_t(code);
+        *dense.code_at(i / how_.channels, i % how_.channels) = uint8_t(code);
     }
 
     float decoded(const Dense& dense, int64_t i) const {
-        const uint8_t code = *dense.code_at(i / told_.channels, i % told_.channels);
-        return ((levels == Levels::table ? told_.table[code] : float(code)) - zero(i)) * scale(i);
+        const uint8_t code = *dense.code_at(i / how_.channels, i % how_.channels);
+        return ((levels == Levels::table ? how_.table[code] : float(code)) - zero(i)) * scale(i);
     }
 
     void write_values(const Dense& dense) const {
-        for (int e = 0; e < told_.outliers; ++e) {
+        for (int e = 0; e < how_.outliers; ++e) {
             const int64_t i = out_.outlier_index[e];
             out_.outlier_value[e] = float_to_bf16(x_[i] - decoded(dense, i));
         }

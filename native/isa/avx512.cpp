@@ -21,7 +21,7 @@ struct E4m3Tables {
             low[code] = uint8_t(word & 255);
             high[code] = uint8_t(word >> 8);
         }
-        for (int lane = 0; lane < 16; ++lane)  // the bytes of two bfloat16 in each lane, from low and high in turn
+        for (int lane = 0; lane < 16; ++lane)  // the bytes of two bfloat16 in each lane, from low and high alternately
             for (int i = 0; i < 4; ++i) {
                 first[4 * lane + i] = uint8_t(4 * lane + i / 2 + (i % 2 ? 64 : 0));
                 second[4 * lane + i] = uint8_t(4 * lane + 2 + i / 2 + (i % 2 ? 64 : 0));

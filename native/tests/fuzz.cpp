@@ -1,6 +1,6 @@
 // Random calls against attention in double precision, for every instruction set, and random blocks through every
-// encoder, which must agree to the bit. Meant to run under sanitizers: each
-// array is allocated to the byte, so a read beyond it is found.
+// encoder, which must agree to the bit. Meant to run under sanitizers: each array is allocated to the byte, so that a
+// read beyond it is found.
 //
 //   fuzz [seconds [seed]]
 #include <chrono>

@@ -62,7 +62,7 @@ inline bool encoded_alike() {
         out.outlier_index = parts[2].data();
         out.outlier_value = parts[3].data();
         std::vector<uint8_t> scratch(size_t(kernels->encode_scratch_bytes(encoder, type)));
-        if (!kernels->encode(encoder, type, x.array.data, x.array.stride[0], {scale.data(), zero.data()}, out, scratch.data()).sound) return false;
+        if (!kernels->encode(encoder, type, x.array.data, x.array.stride[0], {scale.data(), zero.data()}, out, scratch.data())) return false;
         std::vector<float> rotated(size_t(encoder.tokens * encoder.channels));
         scratch.assign(size_t(kernels->hadamard_scratch_bytes(encoder.channels)), 0);
         scratch.shrink_to_fit();

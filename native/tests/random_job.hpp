@@ -128,7 +128,6 @@ private:
         exact = any(0, 150) + (blocks == 0);
         job.sinks = exact ? any(0, exact < 4 ? exact : 4) : 0;
         job.dropped = chance(20) ? any(0, 50) : 0;
-        job.first_token = job.sinks + job.dropped;
     }
 
     void memory() {
@@ -151,7 +150,7 @@ private:
         job.query = query.array;
         for (int b = 0; b < job.batch; ++b) {
             job.counts.push_back(b ? any(0, blocks) : blocks);
-            job.held.push_back(b ? any(0, exact) : exact);
+            job.exact_counts.push_back(b ? any(0, exact) : exact);
         }
     }
 
@@ -164,10 +163,10 @@ private:
         if (v.fixed && v.zero) job.value_zero = floats(statics[3], job.heads * v.channels, 1);
         if (chance(15)) job.key_mean = floats(means[0], job.heads * k.channels, 1);
         if (chance(15)) job.value_mean = floats(means[1], job.heads * v.channels, 1);
-        if (chance(15)) job.value_rotation_back = floats(rotations[1], int64_t(v.channels) * v.channels, 0.1f);
+        if (chance(15)) job.value_unrotation = floats(rotations[1], int64_t(v.channels) * v.channels, 0.1f);
         if (chance(40)) rope();
-        if (!job.turned && chance(30)) job.key_rotation = floats(rotations[0], int64_t(k.channels) * k.channels, 0.1f);
-        if (!job.turned && chance(30)) job.key_balance = floats(balance, job.heads * k.channels, 1);
+        if (!job.unroped && chance(30)) job.key_rotation = floats(rotations[0], int64_t(k.channels) * k.channels, 0.1f);
+        if (!job.unroped && chance(30)) job.key_balance = floats(balance, job.heads * k.channels, 1);
     }
 
     void rope() {
@@ -192,7 +191,7 @@ private:
         job.base_sin = bases[1].data();
         job.base_batch = rows > 1 ? each : 0;
         job.base_block = pairs;
-        job.turned = chance(60);
+        job.unroped = chance(60);
     }
 
     void visibility() {
@@ -201,10 +200,6 @@ private:
         job.first_query_column = columns - job.queries;
         job.window = chance(20) ? any(1, int(columns)) : 0;
         if (chance(30)) random_mask(columns - job.offset);
-        const bool plain = !job.mask.data && !job.window && !job.offset;
-        job.packed_visible = plain && job.first_token + blocks * job.record.tokens <= job.first_query_column + 1;
-        job.exact_visible = plain && job.queries == 1 && job.held == std::vector<int>(size_t(job.batch), exact) &&
-                            job.counts == std::vector<int>(size_t(job.batch), blocks);
         job.scaling = 1.0f / std::sqrt(float(job.record.key.channels));
         job.softcap = chance(20) ? 5.0f : 0.0f;
         if (chance(20)) job.sink_logits = floats(sinks, query_heads(), 1);

@@ -45,12 +45,12 @@ private:
             float* values = out.values.data() + n * block * v.channels;
             out.alike = decode(k, record, h, job.key_scale, job.key_zero, keys) && out.alike;
             out.alike = decode(v, record, h, job.value_scale, job.value_zero, values) && out.alike;
-            // Means stay apart: only they meet the query itself where packed keys are rotated.
+            // Means stay apart: only they are multiplied with the query itself where packed keys are rotated.
             for (int t = 0; t < block; ++t) {
                 float *key = keys + t * k.channels, *mean = out.means.data() + (n * block + t) * k.channels;
                 for (int c = 0; c < k.channels && job.key_mean; ++c) mean[c] = job.key_mean[h * k.channels + c];
                 rope(mean, b, n, t);
-                if (job.turned) rope(key, b, n, t);
+                if (job.unroped) rope(key, b, n, t);
             }
         }
         return out;
@@ -90,7 +90,7 @@ private:
 
     // One query over all tokens of its row.
     void attend(const Decoded& packed, int b, int h, int q_head, int q) {
-        const int all = packed.tokens + job.held[size_t(b)];
+        const int all = packed.tokens + job.exact_counts[size_t(b)];
         std::vector<double> weights = scores(packed, b, h, q_head, q);
         double top = -INFINITY, sum = 0;
         for (const double x : weights) top = x > top ? x : top;
@@ -106,9 +106,9 @@ private:
                 }
             }
         for (int c = 0; c < v.channels; ++c) {
-            double x = job.value_rotation_back ? 0 : stored[size_t(c)];
-            for (int i = 0; job.value_rotation_back && i < v.channels; ++i)
-                x += stored[size_t(i)] * job.value_rotation_back[i * v.channels + c];
+            double x = job.value_unrotation ? 0 : stored[size_t(c)];
+            for (int i = 0; job.value_unrotation && i < v.channels; ++i)
+                x += stored[size_t(i)] * job.value_unrotation[i * v.channels + c];
             outputs.push_back(sum > 0 ? (exact[size_t(c)] + x) / sum : 0);
         }
         log_sums.push_back(top > -INFINITY ? top + std::log(sum) : -INFINITY);
@@ -123,7 +123,7 @@ private:
             if (!job.key_rotation) rotated[size_t(i)] = x;
             for (int c = 0; c < k.channels && job.key_rotation; ++c) rotated[size_t(c)] += x * job.key_rotation[i * k.channels + c];
         }
-        const int all = packed.tokens + job.held[size_t(b)];
+        const int all = packed.tokens + job.exact_counts[size_t(b)];
         std::vector<double> found(size_t(all) + 1, -INFINITY);
         for (int t = 0; t < all; ++t) {
             const int slot = t - packed.tokens;
@@ -135,7 +135,7 @@ private:
             }
             dot *= job.scaling;
             if (job.softcap > 0) dot = job.softcap * std::tanh(dot / job.softcap);
-            const int64_t column = slot < 0 ? job.first_token + t : slot < job.sinks ? slot : slot + packed.tokens + job.dropped;
+            const int64_t column = slot < 0 ? job.first_token() + t : slot < job.sinks ? slot : slot + packed.tokens + job.dropped;
             found[size_t(t)] = dot + masked(b, q_head, q, column);
         }
         if (job.sink_logits) found[size_t(all)] = job.sink_logits[q_head];

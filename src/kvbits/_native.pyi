@@ -1,4 +1,4 @@
-"""The compiled module; see native/binding/module.cpp."""
+"""The compiled module; see native/binding/."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,30 +25,38 @@ def attend(
     threads: int,
     output: torch.Tensor,
     query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    exact_counts: Sequence[int],
     pool: torch.Tensor,
     table: torch.Tensor,
     counts: Sequence[int],
-    first_token: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    held: Sequence[int],
     sinks: int,
     dropped: int,
-    statics: tuple[torch.Tensor | None, ...],
-    transforms: tuple[Any, ...] | None,
-    mask: torch.Tensor | None,
-    column_of: torch.Tensor | None,
+    key_scale: torch.Tensor | None = None,
+    key_zero: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    value_zero: torch.Tensor | None = None,
+    transforms: dict[str, Any],
+    mask: torch.Tensor | None = None,
+    column_of: torch.Tensor | None = None,
     offset: int,
     first_query_column: int,
-    window: int,
-    packed_visible: bool,
-    exact_visible: bool,
+    window: int | None,
     scaling: float,
-    softcap: float,
-    sink_logits: torch.Tensor | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None = None,
     log_sums: torch.Tensor | None = None,
-) -> None: ...
+) -> None:
+    """Attention into ``output [B, Hq, q, Dv]``, and where given the log of its sums into ``log_sums [B, Hq, q]``.
+
+    Of ``keys`` and ``values``, row b has ``exact_counts[b]`` exact tokens; of ``pool``, the blocks that the first
+    ``counts[b]`` entries of its row of ``table`` name. ``transforms`` has any of key_mean, key_balance, key_rotation,
+    value_mean, value_unrotation, and together steps, base_cos, base_sin and unroped (whether whole keys are).
+    """
+
 def decode(
+    *,
     layout: Layout,
     value_side: bool,
     isa: int,
@@ -56,11 +64,11 @@ def decode(
     output: torch.Tensor,
     pool: torch.Tensor,
     table: torch.Tensor,
-    first: int,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    /,
-) -> None: ...
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+) -> None:
+    """The first blocks of each row, as many as ``output [B, H, T, D]`` has room for."""
+
 def encode(
     *,
     isa: int,
@@ -71,17 +79,15 @@ def encode(
     per: int,
     bits: int,
     length: int,
-    codes: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    outlier_index: torch.Tensor | None,
-    outlier_value: torch.Tensor | None,
     edges: Sequence[float],
     table: Sequence[float],
-    fixed: float,
-    static_scale: torch.Tensor | None,
-    static_zero: torch.Tensor | None,
+    layer_scale: float = 1.0,
+    static_scale: torch.Tensor | None = None,
+    static_zero: torch.Tensor | None = None,
     limit: float,
-) -> tuple[int, float]: ...
+    packed: dict[str, torch.Tensor],
+) -> int:
+    """Encode ``x`` into the parts of ``packed``, by their names; returns how many elements are unsound."""
+
 def hadamard(isa: int, threads: int, x: torch.Tensor, signs: torch.Tensor, output: torch.Tensor, /) -> None: ...
 def count_unsound(threads: int, x: torch.Tensor, limit: float, /) -> int: ...

@@ -17,9 +17,8 @@ from module_calls import (
     arguments,
     good_side,
     layout,
+    roped,
     steps,
-    transforms,
-    turned,
     unaligned,
 )
 
@@ -52,9 +51,9 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "enormous",
     ),
-    "balance of query heads": (transforms(key_balance=torch.zeros(6, 64)), "key balance has the wrong shape"),
+    "balance of query heads": ({"transforms": {"key_balance": torch.zeros(6, 64)}}, "key balance has the wrong shape"),
     "key rotation of other channels": (
-        transforms(key_rotation=torch.zeros(32, 32)),
+        {"transforms": {"key_rotation": torch.zeros(32, 32)}},
         "key rotation has the wrong shape",
     ),
     "keys of other channels": ({"keys": torch.zeros(2, 2, 24, 56)}, "layout's channels"),
@@ -71,31 +70,35 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "table of fewer rows": ({"table": torch.tensor([[0, 1]])}, "table must have one row"),
     "table of one dimension": ({"table": torch.tensor([0, 1])}, "table has 1 dimensions instead of 2"),
-    "cos without sin": (turned(base_sin=None), "base sin is missing"),
-    "sin without cos": (turned(base_cos=None), "base cos is missing"),
-    "cos and sin of other shapes": (turned(base_sin=BASE[..., :8]), "base cos and base sin differ|base cos and sin"),
-    "too many pairs": (turned(steps=steps(32, 33), base_cos=torch.zeros(1, 2, 33), base_sin=BASE), "steps do not fit"),
-    "steps of other blocks": (turned(steps=steps(16, 32)), "steps do not fit"),
-    "bases of other pairs": (turned(steps=steps(32, 16)), "base cos does not fit"),
-    "too few bases": (turned(base_cos=BASE[:, :1], base_sin=BASE[:, :1]), "base cos has too few rows"),
+    "cos without sin": (roped(base_sin=None), "base sin is missing"),
+    "sin without cos": (roped(base_cos=None), "base cos is missing"),
+    "cos and sin of other shapes": (roped(base_sin=BASE[..., :8]), "base cos and base sin differ|base cos and sin"),
+    "too many pairs": (roped(steps=steps(32, 33), base_cos=torch.zeros(1, 2, 33), base_sin=BASE), "steps do not fit"),
+    "steps of other blocks": (roped(steps=steps(16, 32)), "steps do not fit"),
+    "bases of other pairs": (roped(steps=steps(32, 16)), "base cos does not fit"),
+    "too few bases": (roped(base_cos=BASE[:, :1], base_sin=BASE[:, :1]), "base cos has too few rows"),
     "bases of other rows": (
-        turned(base_cos=BASE.expand(3, -1, -1), base_sin=BASE.expand(3, -1, -1)),
+        roped(base_cos=BASE.expand(3, -1, -1), base_sin=BASE.expand(3, -1, -1)),
         "base cos does not fit",
     ),
-    "rotation and rope": (turned(key_rotation=torch.zeros(64, 64)), "rotated keys cannot"),
-    "balance and rope": (turned(key_balance=torch.zeros(2, 64)), "rotated keys cannot"),
-    "steps that are a tensor": (turned(steps=BASE), "steps are not Steps"),
-    "key mean of one head": (transforms(key_mean=torch.zeros(1, 64)), "key mean has the wrong shape"),
-    "value mean of other channels": (transforms(value_mean=torch.zeros(2, 56)), "value mean has the wrong shape"),
+    "rotation and rope": (roped(key_rotation=torch.zeros(64, 64)), "rotated keys cannot"),
+    "balance and rope": (roped(key_balance=torch.zeros(2, 64)), "rotated keys cannot"),
+    "steps that are a tensor": (roped(steps=BASE), "steps are not Steps"),
+    "key mean of one head": ({"transforms": {"key_mean": torch.zeros(1, 64)}}, "key mean has the wrong shape"),
+    "value mean of other channels": (
+        {"transforms": {"value_mean": torch.zeros(2, 56)}},
+        "value mean has the wrong shape",
+    ),
     "rotation that is not square": (
-        transforms(value_back=torch.zeros(64, 32)),
-        "value rotation back has the wrong shape",
+        {"transforms": {"value_unrotation": torch.zeros(64, 32)}},
+        "value unrotation has the wrong shape",
     ),
     "rotation that is transposed": (
-        transforms(value_back=torch.zeros(64, 64).t()),
-        "value rotation back: its last",
+        {"transforms": {"value_unrotation": torch.zeros(64, 64).t()}},
+        "value unrotation: its last",
     ),
-    "few transforms": ({"transforms": (None, None)}, "transforms are"),
+    "a transform of another name": ({"transforms": {"key_means": torch.zeros(2, 64)}}, "transforms are key_mean"),
+    "a rope without its place": ({"transforms": {"steps": steps(32, 32)}}, "base cos is missing"),
     "mask of other rows": ({"mask": MASK[:1].expand(3, -1, -1, -1)}, "mask does not fit"),
     "mask of other heads": ({"mask": MASK.expand(-1, 2, -1, -1)}, "mask does not fit"),
     "mask of other queries": ({"mask": MASK[:, :, :2]}, "mask does not fit"),
@@ -104,17 +107,16 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "column_of with gaps": ({"column_of": torch.zeros(2, 100, dtype=torch.int64)[:, :88]}, "column_of must be"),
     "empty sink logits": ({"sink_logits": torch.zeros(0)}, "sink_logits has the wrong shape"),
     "an empty mask": ({"mask": MASK[..., :0]}, "mask does not fit"),
-    "an empty rotation": (transforms(key_rotation=torch.zeros(0, 0)), "key rotation has the wrong shape"),
-    "empty bases": (turned(base_cos=BASE[..., :0], base_sin=BASE[..., :0]), "base cos does not fit"),
+    "an empty rotation": ({"transforms": {"key_rotation": torch.zeros(0, 0)}}, "key rotation has the wrong shape"),
+    "empty bases": (roped(base_cos=BASE[..., :0], base_sin=BASE[..., :0]), "base cos does not fit"),
     "few sink logits": ({"sink_logits": torch.zeros(2)}, "sink_logits has the wrong shape"),
-    "few statics": ({"statics": (None,)}, "statics are"),
     "static scale is missing": ({"layout": layout(**FIXED)}, "key scale is missing"),
     "static zero is missing": (
-        {"layout": layout(**FIXED), "statics": (torch.zeros(2, 64), None, None, None)},
+        {"layout": layout(**FIXED), "key_scale": torch.zeros(2, 64)},
         "key zero is missing",
     ),
     "static scale of one head": (
-        {"layout": layout(**FIXED), "statics": (torch.zeros(1, 64), torch.zeros(2, 64), None, None)},
+        {"layout": layout(**FIXED), "key_scale": torch.zeros(1, 64), "key_zero": torch.zeros(2, 64)},
         "key scale has the wrong shape",
     ),
     # types
@@ -128,8 +130,8 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "mask of float64": ({"mask": MASK.double()}, "mask is torch.float64"),
     "column_of of int32": ({"column_of": torch.zeros(2, 88, dtype=torch.int32)}, "column_of is torch.int32"),
     "sink logits of bfloat16": ({"sink_logits": torch.zeros(6).bfloat16()}, "sink_logits is torch.bfloat16"),
-    "angles of bfloat16": (turned(base_cos=BASE.bfloat16(), base_sin=BASE.bfloat16()), "base cos is torch.bfloat16"),
-    "mean of bfloat16": (transforms(key_mean=torch.zeros(2, 64).bfloat16()), "key mean is torch.bfloat16"),
+    "angles of bfloat16": (roped(base_cos=BASE.bfloat16(), base_sin=BASE.bfloat16()), "base cos is torch.bfloat16"),
+    "mean of bfloat16": ({"transforms": {"key_mean": torch.zeros(2, 64).bfloat16()}}, "key mean is torch.bfloat16"),
     "query on meta": ({"query": torch.zeros(2, 6, 3, 64, device="meta")}, "query is not on the CPU"),
     "a numpy array": ({"query": torch.zeros(2, 6, 3, 64).numpy()}, "query is float32"),
     # strides and alignment
@@ -150,12 +152,11 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "more blocks than the table has": ({"counts": (2, 3)}, "counts is out of range"),
     "negative blocks": ({"counts": (-1, 2)}, "counts is out of range"),
     "blocks of one row": ({"counts": (2,)}, "counts must have one number for each row"),
-    "more exact tokens than there are": ({"held": (24, 25)}, "held is out of range"),
-    "negative exact tokens": ({"held": (24, -1)}, "held is out of range"),
-    "exact tokens of three rows": ({"held": (24, 24, 24)}, "held must have one number"),
-    "a negative first token": ({"first_token": -1}, "negative token numbers"),
-    "an enormous first token": ({"first_token": 2**31 - 1}, "more tokens than can be numbered"),
+    "more exact tokens than there are": ({"exact_counts": (24, 25)}, "exact_counts is out of range"),
+    "negative exact tokens": ({"exact_counts": (24, -1)}, "exact_counts is out of range"),
+    "exact tokens of three rows": ({"exact_counts": (24, 24, 24)}, "exact_counts must have one number"),
     "negative sinks": ({"sinks": -1}, "negative token numbers"),
+    "enormously many sinks": ({"sinks": 2**31 - 1}, "more tokens than can be numbered"),
     "negative dropped": ({"dropped": -1}, "negative token numbers"),
     "enormously many dropped": (
         {"dropped": 2**31 - 1, "column_of": torch.zeros(2, 88, dtype=torch.int64)},
@@ -175,12 +176,13 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "counts of words": ({"counts": ("a", "b")}, "counts cannot be"),
     "counts too large": ({"counts": (2, 2**40)}, "counts cannot be"),
     "counts that are missing": ({"counts": None}, "incompatible function arguments|counts cannot be"),
-    "held in a tensor of floats": ({"held": (24.5, 24.5)}, "held cannot be"),
-    "statics in a list": ({"statics": [None]}, "statics cannot be"),
-    "transforms in a list": ({"transforms": [None] * 9}, "transforms cannot be"),
-    "whole is a word": (turned(whole="no"), "whole cannot be"),
+    "exact tokens in floats": ({"exact_counts": (24.5, 24.5)}, "exact_counts cannot be"),
+    "transforms in a list": ({"transforms": [None] * 9}, "incompatible function arguments"),
+    "unroped is a word": (roped(unroped="no"), "unroped cannot be"),
+    "an argument of another name": ({"held": (24, 24)}, "incompatible function arguments"),
+    "dtypes for a window": ({"window": torch.float32}, "incompatible function arguments"),
     "a layout of another kind": ({"layout": good_side()}, "incompatible function arguments"),
-    "a first token in words": ({"first_token": "four"}, "incompatible function arguments"),
+    "sinks in words": ({"sinks": "four"}, "incompatible function arguments"),
     "a number as a query": ({"query": 1.5}, "query is not a tensor"),
     "a list as keys": ({"keys": [1, 2]}, "keys is not a tensor"),
 }
@@ -191,11 +193,12 @@ def test_the_good_call_is_good() -> None:
     call = arguments(output=torch.ones(2, 6, 3, 64))
     _native.attend(**call)
     assert not call["output"].any()
-    _native.attend(**arguments(mask=MASK, column_of=torch.arange(88).repeat(2, 1), **turned()))
+    _native.attend(**arguments(mask=MASK, column_of=torch.arange(88).repeat(2, 1), **roped()))
     rotated = {"key_rotation": torch.zeros(64, 64), "key_balance": torch.zeros(2, 64)}
-    _native.attend(**arguments(**turned(whole=False, **rotated)))
+    _native.attend(**arguments(**roped(unroped=False, **rotated)))
     _native.attend(**arguments(window=2**63 - 1))
-    _native.attend(**arguments(layout=layout(**FIXED), statics=(torch.zeros(2, 64), torch.zeros(2, 64), None, None)))
+    statics = {"key_scale": torch.zeros(2, 64), "key_zero": torch.zeros(2, 64)}
+    _native.attend(**arguments(layout=layout(**FIXED), **statics))
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
@@ -226,15 +229,6 @@ def test_steps_that_make_no_sense_are_refused(cos: Any, sin: Any, message: str) 
         _native.Steps(cos, sin, False)
 
 
-def test_arguments_go_by_name_alone() -> None:
-    call = arguments()
-    for wrong in ({**call, "softcaps": 0.0}, {name: call[name] for name in call if name != "table"}):
-        with pytest.raises(TypeError, match="incompatible function arguments"):
-            _native.attend(**wrong)
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        _native.attend(*call.values())
-
-
 @pytest.mark.parametrize("name", BAD_TYPES)
 def test_arguments_of_other_types_are_refused(name: str) -> None:
     changes, message = BAD_TYPES[name]
@@ -242,17 +236,21 @@ def test_arguments_of_other_types_are_refused(name: str) -> None:
         _native.attend(**arguments(**changes))
 
 
-@pytest.mark.parametrize("name", arguments())
+OPTIONAL = ("key_scale", "mask", "column_of", "sink_logits", "log_sums")
+
+
+@pytest.mark.parametrize("name", (*arguments(), *OPTIONAL))
 def test_nonsense_in_the_place_of_any_argument(name: str) -> None:
     """Refused, or as if it were not there; never a crash, and never an error without a word."""
-    good = arguments()[name]
+    static = {"layout": layout(**FIXED), "key_scale": torch.zeros(2, 64), "key_zero": torch.zeros(2, 64)}
+    call = arguments(**(static if name == "key_scale" else {}))
     for wrong in (None, "word", 2**70, -(2**40), 0.5, torch.zeros(0), torch.zeros(1, 1, 1, 1), object(), (), {}):
-        if type(good) is bool or (type(good) is float and hasattr(wrong, "__float__")):
-            continue  # anything is true or false, and any number a scaling
-        if wrong is None and good is None:
-            continue  # the optional ones
+        if name in ("scaling", "softcap") and hasattr(wrong, "__float__"):
+            continue  # any number is one
+        if (wrong is None and name in ("window", "softcap", *OPTIONAL[1:])) or (wrong == {} and name == "transforms"):
+            continue
         with pytest.raises((ValueError, TypeError), match=r"."):
-            _native.attend(**arguments(**{name: wrong}))
+            _native.attend(**{**call, name: wrong})
 
 
 def test_columns_that_do_not_exist_are_not_read() -> None:

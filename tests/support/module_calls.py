@@ -26,36 +26,27 @@ FIXED = {"per": 1, "fixed": True, "length": 32, "groups": 1}
 
 def arguments(**changes: Any) -> dict[str, Any]:
     """A good call of the module, two rows with two KV heads each, with ``changes``."""
-    side = good_side()
     good: dict[str, Any] = {
-        "layout": _native.Layout(32, RECORD_BYTES, side, side),
+        "layout": layout(),
         "isa": 0,
         "threads": 1,
         "output": torch.zeros(2, 6, 3, 64),
         "query": torch.zeros(2, 6, 3, 64),
+        "keys": torch.zeros(2, 2, 24, 64),
+        "values": torch.zeros(2, 2, 24, 64),
+        "exact_counts": (24, 24),
         "pool": torch.zeros(4, 2, RECORD_BYTES, dtype=torch.uint8),
         "table": torch.tensor([[0, 1], [2, 3]]),
         "counts": (2, 2),
-        "first_token": 4,
-        "keys": torch.zeros(2, 2, 24, 64),
-        "values": torch.zeros(2, 2, 24, 64),
-        "held": (24, 24),
         "sinks": 4,
         "dropped": 0,
-        "statics": (None, None, None, None),
-        "transforms": None,
-        "mask": None,
-        "column_of": None,
+        "transforms": {},
         "offset": 0,
         "first_query_column": 85,
-        "window": 0,
-        "packed_visible": True,
-        "exact_visible": False,
+        "window": None,
         "scaling": 0.125,
-        "softcap": 0.0,
-        "sink_logits": None,
+        "softcap": None,
     }
-    assert changes.keys() <= good.keys()
     return {**good, **changes}
 
 
@@ -66,18 +57,10 @@ def unaligned(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(memory.numpy()[1:].view(x.numpy().dtype)).view(x.shape)
 
 
-def transforms(**changes: Any) -> dict[str, Any]:
-    good = {
-        "key_mean": None, "key_balance": None, "key_rotation": None, "value_mean": None, "value_back": None,
-        "steps": None, "base_cos": None, "base_sin": None, "whole": True,
-    }  # fmt: skip
-    assert changes.keys() <= good.keys()
-    return {"transforms": tuple({**good, **changes}.values())}
-
-
-def turned(**changes: Any) -> dict[str, Any]:
-    """Transforms with rotary angles of two blocks of 32 tokens, 32 pairs of channels."""
-    return transforms(**{"steps": steps(32, 32), "base_cos": BASE, "base_sin": BASE, **changes})
+def roped(**changes: Any) -> dict[str, Any]:
+    """Rotary angles of two blocks of 32 tokens, 32 pairs of channels, as the transforms of a call."""
+    good = {"steps": steps(32, 32), "base_cos": BASE, "base_sin": BASE, "unroped": True}
+    return {"transforms": {**good, **changes}}
 
 
 def steps(tokens: int, pairs: int) -> Any:

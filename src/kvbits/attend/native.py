@@ -1,7 +1,8 @@
 """The native kernel: attention of any number of query tokens straight from packed blocks, in C++ on the CPU.
 
 This file says which calls it takes and hands their tensors over as they lie; ``native/`` holds the arithmetic. Packed
-codes meet the query in integer dot products with 16-bit factors and float32 sums per block (see docs/kernels.md).
+codes are multiplied with the query in integer dot products with 16-bit factors and float32 sums per block (see
+docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvbits.transform import Rope
 from kvbits.types import Params
 
 QUERIES_AT_ONCE = 256
-"""Query tokens that meet the history together: memory beside the cache does not grow with a longer chunk."""
+"""Query tokens at a time: memory beside the cache does not grow with a longer chunk."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,40 +106,38 @@ def _attend(
     module, isa, _ = library()
     assert module is not None
     view = call.view
-    blocks, record = view.blocks, view.blocks.record
+    blocks = view.blocks
     layout = _layout(view)
     query, keys, values = _lines(query), _lines(view.keys), _lines(view.values)
     if mask is not None:
         mask = _lines(mask.float() if mask.dtype == torch.float64 else mask)
-    first_token = view.sinks + view.dropped
-    plain = call.window is None and view.rows.valid is None and view.offset == 0
-    pool = blocks.pool if blocks.longest else blocks.pool[:0]
+    plain = mask is None and call.window is None and view.rows.valid is None and view.offset == 0
     module.attend(
         layout=layout.blocks,
         isa=isa,
         threads=torch.get_num_threads(),
         output=out,
         query=query,
-        pool=pool,
-        table=blocks.table,
-        counts=blocks.counts,
-        first_token=first_token,
         keys=keys,
         values=values,
-        held=view.held,
+        exact_counts=view.held,
+        pool=blocks.pool if blocks.longest else blocks.pool[:0],
+        table=blocks.table,
+        counts=blocks.counts,
         sinks=view.sinks,
         dropped=view.dropped,
-        statics=layout.statics,
+        key_scale=layout.key_scale,
+        key_zero=layout.key_zero,
+        value_scale=layout.value_scale,
+        value_zero=layout.value_zero,
         transforms=_transforms(view),
         mask=mask,
-        column_of=None if plain and mask is None else view.column_of,
+        column_of=None if plain else view.column_of,
         offset=view.offset,
         first_query_column=column,
-        window=call.window or 0,
-        packed_visible=plain and first_token + blocks.longest * record.tokens <= column + 1,
-        exact_visible=plain and column == view.rows.columns - 1,
+        window=call.window,
         scaling=call.scaling,
-        softcap=call.softcap or 0.0,
+        softcap=call.softcap,
         sink_logits=None if call.sink_logits is None else call.sink_logits.float().contiguous(),
         log_sums=log_sums,
     )
@@ -155,15 +154,18 @@ class _Layout(NamedTuple):
     Attributes:
         key_params, value_params: what it was made from; a layer gets others when it is fitted again.
         blocks: the module's own, or None.
-        statics: of keys and values.
         refused: why there is none.
+        key_scale, key_zero, value_scale, value_zero: static ones.
     """
 
     key_params: Params
     value_params: Params
     blocks: Any
-    statics: tuple[torch.Tensor | None, ...]
-    refused: str
+    refused: str = ""
+    key_scale: torch.Tensor | None = None
+    key_zero: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+    value_zero: torch.Tensor | None = None
 
 
 def _layout(view: KVView) -> _Layout:
@@ -184,15 +186,15 @@ def _make_layout(view: KVView) -> _Layout:
     record, key, value = view.blocks.record, view.scheme.key, view.scheme.value
     try:
         blocks = module.Layout(
-            record.tokens,
-            record.nbytes,
-            side_of(key, record.keys, view.key_params, record.tokens),
-            side_of(value, record.values, view.value_params, record.tokens),
+            tokens=record.tokens,
+            bytes=record.nbytes,
+            key=side_of(key, record.keys, view.key_params, record.tokens),
+            value=side_of(value, record.values, view.value_params, record.tokens),
         )
     except ValueError as error:
-        return _Layout(view.key_params, view.value_params, None, (), str(error))
-    statics = (*static_of(key, view.key_params), *static_of(value, view.value_params))
-    return _Layout(view.key_params, view.value_params, blocks, statics, "")
+        return _Layout(view.key_params, view.value_params, None, str(error))
+    statics = *static_of(key, view.key_params), *static_of(value, view.value_params)
+    return _Layout(view.key_params, view.value_params, blocks, "", *statics)
 
 
 def _empty_layout(view: KVView) -> _Layout:
@@ -204,7 +206,7 @@ def _empty_layout(view: KVView) -> _Layout:
     }  # fmt: skip
     channels = view.keys.shape[3], view.values.shape[3]
     blocks = module.Layout(8, 8 * 4 * max(channels), *({**side, "channels": count} for count in channels))
-    return _Layout(view.key_params, view.value_params, blocks, (None, None, None, None), "")
+    return _Layout(view.key_params, view.value_params, blocks)
 
 
 def side_of(codec: Codec, slots: tuple[Slot, ...], params: Params, tokens: int) -> dict[str, Any]:
@@ -248,17 +250,23 @@ def static_of(codec: Codec, params: Params) -> tuple[torch.Tensor | None, torch.
     return None, None
 
 
-def _transforms(view: KVView) -> tuple[Any, ...] | None:
-    """What was done to packed keys and values, as the module takes it; None for nothing."""
+def _transforms(view: KVView) -> dict[str, Any]:
+    """What was done to packed keys and values, as the module takes it; empty for nothing."""
     key, value = view.key_transform, view.value_transform
-    if all(x is None for x in (key.mean, key.balance, key.rotation, key.rope, value.mean, value.rotation)):
-        return None
-    parts = (key.mean, key.balance, key.rotation, value.mean, _unrotation(view, value.rotation))
-    own = tuple(None if x is None else x.float().contiguous() for x in parts)
-    if key.rope is None:
-        return (*own, None, None, None, False)
-    bases = _lines(key.rope.base_cos.float()), _lines(key.rope.base_sin.float())
-    return (*own, _steps(view, key.rope), *bases, key.whole)
+    parts = {
+        "key_mean": key.mean,
+        "key_balance": key.balance,
+        "key_rotation": key.rotation,
+        "value_mean": value.mean,
+        "value_unrotation": _unrotation(view, value.rotation),
+    }
+    transforms: dict[str, Any] = {name: x.float().contiguous() for name, x in parts.items() if x is not None}
+    if key.rope is not None:
+        transforms["steps"] = _steps(view, key.rope)
+        transforms["base_cos"] = _lines(key.rope.base_cos.float())
+        transforms["base_sin"] = _lines(key.rope.base_sin.float())
+        transforms["unroped"] = key.whole
+    return transforms
 
 
 def _unrotation(view: KVView, rotation: torch.Tensor | None) -> torch.Tensor | None:
@@ -293,17 +301,25 @@ def decode(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
     """
     module, isa, _ = library()
     assert module is not None
-    layout = _layout(view)
-    blocks = view.blocks
-    sides = []
-    for value_side, like in enumerate((view.keys, view.values)):
-        tokens = blocks.longest * blocks.record.tokens
-        out = like.new_empty(*like.shape[:2], tokens, like.shape[3])
-        scale, zero = layout.statics[2 * value_side : 2 * value_side + 2]
-        threads = torch.get_num_threads()
-        module.decode(layout.blocks, bool(value_side), isa, threads, out, blocks.pool, blocks.table, 0, scale, zero)
-        sides.append(out)
-    return sides[0], sides[1]
+    layout, blocks = _layout(view), view.blocks
+    tokens = blocks.longest * blocks.record.tokens
+    keys, values = (like.new_empty(*like.shape[:2], tokens, like.shape[3]) for like in (view.keys, view.values))
+    for output, scale, zero in (
+        (keys, layout.key_scale, layout.key_zero),
+        (values, layout.value_scale, layout.value_zero),
+    ):
+        module.decode(
+            layout=layout.blocks,
+            value_side=output is values,
+            isa=isa,
+            threads=torch.get_num_threads(),
+            output=output,
+            pool=blocks.pool,
+            table=blocks.table,
+            scale=scale,
+            zero=zero,
+        )
+    return keys, values
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
         length = groups.group_length(channels, form.group) if form.group else channels
     packed = {part.name: torch.empty(*x.shape[:-2], *part.shape, dtype=part.dtype) for part in parts}
     edges, table = _levels(codec, params)
-    bad, _ = module.encode(
+    bad = module.encode(
         isa=isa,
         threads=threads,
         x=x,
@@ -71,17 +71,13 @@ def run_on(isa: int, codec: Codec, x: torch.Tensor, params: Params) -> Packed:
         per=PER.index("token" if form.per == "layer" else form.per),
         bits=form.bits,
         length=length,
-        codes=packed["codes"],
-        scale=packed.get("scale"),
-        zero=packed.get("zero"),
-        outlier_index=packed.get("outlier_index"),
-        outlier_value=packed.get("outlier_value"),
         edges=edges,
         table=table,
-        fixed=float(params["scale"]) if form.per == "layer" else 1.0,
+        layer_scale=float(params["scale"]) if form.per == "layer" else 1.0,
         static_scale=params["scale"].float().contiguous() if static else None,
         static_zero=params["zero"].float().contiguous() if static else None,
         limit=limit,
+        packed=packed,
     )
     if bad:
         raise Unsound(bad, limit_of(x.dtype))

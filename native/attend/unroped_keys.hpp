@@ -1,5 +1,4 @@
-// Scores where something turns with the tokens: keys stored before the rotary embedding, in numbers of sixteen bits, and
-// means of keys. See rope.hpp.
+// Scores of keys that are stored unroped, in numbers of sixteen bits, and of means that are. See rope.hpp.
 #pragma once
 
 #include "piece.hpp"
@@ -7,21 +6,21 @@
 namespace kvbits {
 namespace {
 
-// The function that turns tiles of such codes.
-template <class I, Levels LEVELS> inline auto turned_tile_of(const Side& side, const Tiles& tiles) {
+// The function that ropes tiles of such codes.
+template <class I, Levels LEVELS> inline auto roped_tile_of(const Side& side, const Tiles& tiles) {
     const bool top = tiles.planes == 2;
-    if (side.per == Per::token) return top ? turned_tile<I, LEVELS, true, true> : turned_tile<I, LEVELS, false, true>;
-    return top ? turned_tile<I, LEVELS, true, false> : turned_tile<I, LEVELS, false, false>;
+    if (side.per == Per::token) return top ? roped_tile<I, LEVELS, true, true> : roped_tile<I, LEVELS, false, true>;
+    return top ? roped_tile<I, LEVELS, true, false> : roped_tile<I, LEVELS, false, false>;
 }
 
 template <class I> inline void Piece<I>::short_scores(int first_row, int rows) {
     const Side& k = job.record.key;
     const bool per_token = k.per == Per::token;
     shorten_rows(first_row, rows);
-    const auto turned = k.levels == Levels::e4m3 ? turned_tile<I, Levels::e4m3, false, false>
-                      : k.levels == Levels::table ? turned_tile_of<I, Levels::table>(k, keys) : turned_tile_of<I, Levels::uniform>(k, keys);
+    const auto roped = k.levels == Levels::e4m3 ? roped_tile<I, Levels::e4m3, false, false>
+                      : k.levels == Levels::table ? roped_tile_of<I, Levels::table>(k, keys) : roped_tile_of<I, Levels::uniform>(k, keys);
     for (int tile = 0; tile < job.record.tokens / 16; ++tile) {
-        turned(k, short_levels, keys, tile, *job.steps, factors(), s.short_keys);
+        roped(k, short_levels, keys, tile, *job.steps, factors(), s.short_keys);
         over_rows(rows, [&](auto n, int first) {
             constexpr int N = decltype(n)::value;
             const int16_t* query[N];
@@ -43,12 +42,12 @@ template <class I> inline void Piece<I>::short_scores(int first_row, int rows) {
 
 template <class I> KVBITS_STAGE void Piece<I>::shorten_rows(int first_row, int rows) {
     const bool per_token = job.record.key.per == Per::token;
-    const int turning = 2 * job.pairs();
+    const int in_pairs = 2 * job.pairs();
     for (int r = 0; r < rows; ++r) {
-        const float* row = s.back + int64_t(first_row + r) * s.key_width;
+        const float* row = s.unroped + int64_t(first_row + r) * s.key_width;
         for (int c = 0; c < s.key_width; ++c) {
             const float unit = per_token || c >= job.record.key.channels ? 1.0f : s.unit_k[c];
-            s.weights[c] = row[c] * unit * (c < turning ? job.steps->norm : 1.0f);
+            s.weights[c] = row[c] * unit * (c < in_pairs ? job.steps->norm : 1.0f);
         }
         shorten<I>(s.weights, s.key_width, s.short_query + int64_t(r) * s.key_width, s.step_k + int64_t(r) * (s.key_width / chunk + 1));
     }
@@ -65,7 +64,7 @@ template <class I> inline void Piece<I>::mean_scores(int first_row, int rows) {
         constexpr int N = decltype(n)::value;
         const float *a[N], *b[N];
         for (int i = 0; i < N; ++i) {
-            a[i] = s.swung + int64_t(first_row + first + i) * 2 * pairs;
+            a[i] = s.unroped_mean + int64_t(first_row + first + i) * 2 * pairs;
             b[i] = a[i] + pairs;
         }
         for (int t = 0; t < job.record.tokens; t += 16) {
