@@ -81,7 +81,19 @@ def test_a_codec_that_says_how_it_chooses_is_encoded_natively(codec: Codec) -> N
     assert_same_bits(encode.encode(codec, x, {}), codec.encode(x, {}))
 
 
-@pytest.mark.parametrize("codec", [Halved(4), Clipped(2)])
+class Mixin:
+    """What decides may also stand in a class that is no codec."""
+
+    def to_codes(self, grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, params: Params) -> torch.Tensor:
+        return super().to_codes(grouped, scale, zero, params).clamp(max=1)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Mixed(Mixin, Affine):
+    pattern = NEVER
+
+
+@pytest.mark.parametrize("codec", [Halved(4), Clipped(2), Mixed(4)])
 def test_a_codec_that_chooses_in_its_own_way_is_left_to_itself(codec: Codec) -> None:
     x = normal(2, 3, 2, 64, 40)
     params = codec.fit(x.transpose(1, 2).flatten(0, 1)) if codec.is_fitted else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 import kvbits
 from kvbits import codecs
+from kvbits.codecs.check import RESERVED, check
+from kvbits.schemes.catalogue import ALIASES, BY_NAME
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -92,6 +95,45 @@ def test_a_registered_codec_is_spelled_stored_and_attended_to(main: Any) -> None
     assert torch.equal(codec.decode(codec.encode(constant, {}), {}), constant)
     scale = codec.encode(values[0, :, :128], {})["scale"].float()
     assert torch.equal(scale.log2(), scale.log2().round())
+
+
+def variant(base: type[codecs.Codec], **changes: Any) -> type[codecs.Codec]:
+    """A codec ``zz4`` that differs from ``base`` in some attributes."""
+    return type("Other", (base,), {"pattern": re.compile("zz4"), "examples": ("zz4",), "name": "zz", **changes})
+
+
+def made(kind: Any, match: Any) -> Any:
+    return kind(4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"decode": lambda self, packed, params: codecs.Affine(4).decode(packed, params) * 2}, "its format .* says"),
+        (
+            {"layout": lambda self, *block: codecs.Affine(4).layout(*block)[:-1]},
+            "encode makes .*, but layout says",
+        ),
+        ({"examples": ()}, "has no examples"),
+        ({"examples": ("Zz4",), "pattern": re.compile("Zz4")}, "no name of a codec"),
+        ({"pattern": re.compile("zz4|kivi4")}, "also matches 'kivi4'"),
+        ({"pattern": re.compile("zz4|n.*")}, "also matches 'nf4'"),
+        ({"pattern": re.compile("zz4|.{11}")}, "also matches"),
+    ],
+)
+def test_a_codec_that_would_be_misread_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        codecs.register(variant(codecs.Affine, from_match=classmethod(made), **changes))
+    assert codecs.known() == codecs.CODECS
+
+
+def test_the_codecs_of_kvbits_are_sound_and_reserved_names_are_those_of_the_catalogue() -> None:
+    for kind in codecs.CODECS:
+        check(kind, [other for other in codecs.CODECS if other is not kind])
+    named = {*BY_NAME, *ALIASES}
+    assert {name for name in named if not any(k.pattern.fullmatch(name) for k in codecs.CODECS)} - set(
+        name for name in named if "nuq" in name
+    ) == set(RESERVED)
 
 
 def test_what_cannot_be_registered_is_refused_and_a_codec_can_be_taken_away(main: Any) -> None:

@@ -5,6 +5,7 @@
 
 from kvbits.codecs.affine import Affine
 from kvbits.codecs.base import Choice, Codec
+from kvbits.codecs.check import check
 from kvbits.codecs.exact import Exact
 from kvbits.codecs.fp8 import Fp8, Fp8Static
 from kvbits.codecs.grouped import Grouped, grouped_pattern
@@ -51,17 +52,14 @@ def register(kind: type[Codec]) -> type[Codec]:
 
     Raises:
         TypeError: if ``kind`` is no :class:`Codec`.
-        ValueError: if one of its ``examples`` is spelled as a codec that is there already, or not by its ``pattern``.
+        ValueError: if its spelling is no name or that of another, if ``encode`` makes other parts than ``layout``
+            says, or if it decodes otherwise than its format, which kernels read (:mod:`kvbits.codecs.check`).
     """
     if not (isinstance(kind, type) and issubclass(kind, Codec)):
         raise TypeError(f"{kind!r} is not a codec; give a subclass of kvbits.codecs.Codec, such as one of Grouped")
     if kind in known():
         return kind
-    for example in kind.examples:
-        if not kind.pattern.fullmatch(example):
-            raise ValueError(f"{kind.__name__}.pattern {kind.pattern.pattern!r} does not match its example {example!r}")
-        if taken := [other.__name__ for other in known() if other.pattern.fullmatch(example)]:
-            raise ValueError(f"{example!r} already is a {taken[0]}; give {kind.__name__} a name of its own")
+    check(kind, known())
     _REGISTERED.append(kind)
     return kind
 

@@ -23,7 +23,7 @@ Choice: TypeAlias = Literal["range", "half-quadratic", "magnitude", "fixed", "no
 - ``fixed``: given by the params.
 """
 
-_DECIDES = {"encode", "choose", "to_codes", "statics", "span", "layout"}
+_DECIDES = ("encode", "choose", "to_codes", "statics", "span", "layout", "format", "_decode_dense")
 """What makes the bits of a codec."""
 
 
@@ -53,8 +53,12 @@ class Codec(ABC):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        if "chooses" not in vars(cls) and _DECIDES & vars(cls).keys():
-            cls.chooses = None
+        for base in cls.__mro__:  # whatever comes before the class that says so: an override, a mixin
+            if "chooses" in vars(base):
+                break
+            if any(name in vars(base) for name in _DECIDES):
+                cls.chooses = None
+                break
 
     @property
     def is_fitted(self) -> bool:
