@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvbits.attend import Call, KVView, reference
+from kvbits.attend.dense import _in_columns
 from kvbits.attend.triton import decode as triton_decode
 from kvbits.attend.triton.tuning import Tuning, tuned
 from kvbits.layer.cache import LayerCache
@@ -54,7 +55,7 @@ def in_float64(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
         )
     )
     keys, values = (
-        view._in_columns(exact.double(), x) for exact, x in zip((view.keys, view.values), decoded, strict=True)
+        _in_columns(view, exact.double(), x) for exact, x in zip((view.keys, view.values), decoded, strict=True)
     )
     return keys, values
 
