@@ -27,7 +27,7 @@ from triton.compiler.compiler import make_backend
 
 from kvbits.attend.triton import decode as triton_decode
 from kvbits.attend.triton import kernel as triton_kernel
-from kvbits.attend.triton.shape import Shape, Turn, shape_for, static_zero
+from kvbits.attend.triton.shape import Roping, Shape, shape_for, static_zero
 from kvbits.attend.triton.tuning import tuning_for
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.record import Record
@@ -56,13 +56,15 @@ def source_of(
     key, value = scheme.key.format, scheme.value.format
     record = Record.of(scheme.key, scheme.value, scheme.block, channels, channels, dtype)
     tuning = tuning_for(f"sm_{capability}", max(key.bits, value.bits), "channel" in (key.per, value.per))
-    turn = Turn()
+    roping = Roping()
     if scheme.pre_rope or scheme.centred:
         what = UNROPED_KEYS if scheme.pre_rope else UNROPED_MEAN
-        turn = Turn.of(what, scheme.centred or (scheme.pre_rope and static_zero(key)), channels // 2, False, channels)
-    shape = shape_for(record, key, value, channels, channels, groups, triton_decode.PARTS[dtype], tuning, turn.what)
+        roping = Roping.of(
+            what, scheme.centred or (scheme.pre_rope and static_zero(key)), channels // 2, False, channels
+        )
+    shape = shape_for(record, key, value, channels, channels, groups, triton_decode.PARTS[dtype], tuning, roping.kind)
     constants = {
-        **{"KEY": shape.key, "VALUE": shape.value, "TILE": shape.tile, "TURN": turn},
+        **{"KEY": shape.key, "VALUE": shape.value, "TILE": shape.tile, "ROPE": roping},
         **{"GROUP_ROWS": groups, "SINGLE": True, "IN_ORDER": True, "PLAIN": True, "MASK": 0, "EXACT_TILE": 32},
         **dict.fromkeys(("RAGGED", "PADDED", "WINDOW", "SOFTCAP"), False),
         **changed,

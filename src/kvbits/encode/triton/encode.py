@@ -3,7 +3,7 @@
 The twin of ``Codec.encode``, bit for bit: divisions are rounded to nearest, rounding is half to even, and products and
 sums are not fused, as in PyTorch. The two exceptions are those of :mod:`kvbits.encode.native`: HQQ may take another one
 of two zeros that are equally good, and of elements that are equally far out others may become outliers. What is done to
-keys and values first (means, rotations, the way back from the rotary embedding:
+keys and values first (means, rotations, the rotary embedding taken off:
 :class:`kvbits.transform.Transform`) is done in the same read. Each program also counts what no block can
 hold, so that nothing is read twice. Triton is imported when a block is encoded.
 """
@@ -113,7 +113,7 @@ def _params(transform: Transform, x: torch.Tensor) -> list[torch.Tensor]:
 def _angles(transform: Transform, before: Before, none: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
     """Cosines and sines of blocks and within one; the strides of a row, which may be one for all, and of a block."""
     rope = transform.rope
-    if rope is None or not before.turned:
+    if rope is None or not before.unroped:
         return [none] * 4, (0, 0)
     shared = rope.base_cos.shape[0] == 1
     cos, sin = (x if x.stride(2) == 1 else x.contiguous() for x in (rope.base_cos, rope.base_sin))

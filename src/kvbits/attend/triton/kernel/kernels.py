@@ -24,7 +24,7 @@ def attend_split(
     block_count, held_count, splits, blocks_per_split, exact_per_split, query_columns, offset, window, first_token,
     queries, batch, heads, sinks, scaling, softcap,
     q_b, q_h, q_q, e_b, e_h, e_q, k_b, k_h, k_t, v_b, v_h, v_t, table_b, column_b, angle_b, mask_b, mask_h, mask_q,
-    mask_c, KEY: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr, TURN: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    mask_c, KEY: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr, ROPE: tl.constexpr, GROUP_ROWS: tl.constexpr,
     SINGLE: tl.constexpr, IN_ORDER: tl.constexpr, RAGGED: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, EXACT_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def attend_split(
             (base_cos + b64 * angle_b, base_sin + b64 * angle_b, step_cos, step_sin), key_mean + h * KEY.channels,
             (table + b64 * table_b, batch, b, heads, h), target, first,
             tl.minimum(first + blocks_per_split, block_count), seeing, column_row, first_token, row_live, scaling,
-            softcap, KEY, VALUE, TILE, TURN, IN_ORDER, PADDED, MASK, WINDOW, PLAIN, SOFTCAP,
+            softcap, KEY, VALUE, TILE, ROPE, IN_ORDER, PADDED, MASK, WINDOW, PLAIN, SOFTCAP,
         )  # fmt: skip
     else:
         first = (split - splits) * exact_per_split

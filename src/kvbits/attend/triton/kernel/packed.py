@@ -7,9 +7,9 @@ import triton.language as tl
 
 from kvbits.attend.triton.kernel.keys import load_queries, score_factor, scores_of, with_outliers
 from kvbits.attend.triton.kernel.records import TOKEN, record_at
-from kvbits.attend.triton.kernel.rotary import UNROPED_KEYS, mean_scores, mean_shares, turn_shares
+from kvbits.attend.triton.kernel.rotary import UNROPED_KEYS, mean_scores, mean_shares, roped_shares
 from kvbits.attend.triton.kernel.softmax import base2, hide_unseen
-from kvbits.attend.triton.kernel.turned import load_pieces, turn_pieces, turned_scores
+from kvbits.attend.triton.kernel.unroped import load_pieces, roped_pieces, unroped_scores
 from kvbits.attend.triton.kernel.values import add_outliers, add_values, finish
 
 
@@ -17,7 +17,7 @@ from kvbits.attend.triton.kernel.values import add_outliers, add_values, finish
 def packed_split(
     q_at, exact_q_at, pools, key_params, value_params, angles, mean, home, target, first, last, seeing, column_row,
     first_token, row_live, scaling, softcap, KEY: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr,
-    TURN: tl.constexpr, IN_ORDER: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    ROPE: tl.constexpr, IN_ORDER: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
     PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Blocks ``first .. last - 1``.
@@ -31,18 +31,18 @@ def packed_split(
     tile_row = tl.arange(0, TILE.rows)
     bi, rr = tile_row // TILE.slice, tile_row % TILE.slice
     slices: tl.constexpr = TILE.slices
-    turned_keys: tl.constexpr = TURN.what == UNROPED_KEYS
-    turns: tl.constexpr = TURN.mean and TURN.half > 0
-    apart: tl.constexpr = KEY.outliers > 0 or turns  # whether other terms join scores that are scaled already
-    if turned_keys:
-        queries = load_pieces(q_at, row_live, KEY, TURN)
+    unroped_keys: tl.constexpr = ROPE.kind == UNROPED_KEYS
+    ropes_mean: tl.constexpr = ROPE.mean and ROPE.half > 0
+    apart: tl.constexpr = KEY.outliers > 0 or ropes_mean  # whether other terms join scores that are scaled already
+    if unroped_keys:
+        queries = load_pieces(q_at, row_live, KEY, ROPE)
         factor = scaling
     else:
         queries = load_queries(q_at, key_params, h, row_live, KEY, TILE)
         factor = score_factor(key_params, scaling, KEY)
     bias = tl.full([TILE.queries], 0.0, tl.float32)
-    if TURN.mean:
-        shares = mean_shares(exact_q_at, mean, row_live, scaling, KEY, TURN, TILE)
+    if ROPE.mean:
+        shares = mean_shares(exact_q_at, mean, row_live, scaling, KEY, ROPE, TILE)
         bias = shares[2]
 
     top = tl.full([TILE.queries], float("-inf"), tl.float32)
@@ -64,16 +64,16 @@ def packed_split(
         else:
             block = tl.minimum(block, last - 1)  # dead rows read what is there
             base = record_at(block, home, TILE, IN_ORDER)
-        if turns:
-            means = mean_scores(angles, turn_shares(angles, shares, at, last, TURN, TILE), KEY, TURN, TILE)
-        if turned_keys:
-            turned = turn_pieces(queries, angles, at, last, KEY, TILE, TURN)
+        if ropes_mean:
+            means = mean_scores(angles, roped_shares(angles, shares, at, last, ROPE, TILE), KEY, ROPE, TILE)
+        if unroped_keys:
+            roped = roped_pieces(queries, angles, at, last, KEY, TILE, ROPE)
 
         scores = ()
         for j in tl.static_range(slices):
-            if turned_keys:
-                s = turned_scores(
-                    turned, pools, key_params, angles, base, at, last, home, h, j, KEY, TILE, TURN, IN_ORDER
+            if unroped_keys:
+                s = unroped_scores(
+                    roped, pools, key_params, angles, base, at, last, home, h, j, KEY, TILE, ROPE, IN_ORDER
                 )  # fmt: skip
             else:
                 s = scores_of(queries, pools, key_params, base, at, last, home, j, KEY, TILE, IN_ORDER)
@@ -81,10 +81,10 @@ def packed_split(
                 s *= factor
             if KEY.outliers:
                 s = with_outliers(
-                    s, q_at, pools, angles, at, last, home, row_live, scaling, j, KEY, TILE, TURN, IN_ORDER,
-                    turned_keys,
+                    s, q_at, pools, angles, at, last, home, row_live, scaling, j, KEY, TILE, ROPE, IN_ORDER,
+                    unroped_keys,
                 )  # fmt: skip
-            if turns:
+            if ropes_mean:
                 s += means[j]
             s = base2(s, 1.0 if apart else factor, bias[None, :], softcap, SOFTCAP)
             if MASK or not PLAIN:
