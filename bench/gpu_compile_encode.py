@@ -27,7 +27,7 @@ CODECS = (
     "int4-1%,nf3-1%,int4-channel-1%,nuq4-static,nuq3-token-1%,nuq3-static-1%,"
     "lm4 rotated,int4 rotated,lm4 centred,lm2 centred,int4 pre-rope,int4-channel pre-rope,nuq3-static-1% pre-rope"
 )
-"""Codecs, and what is done to elements first: a rotation; a mean that turns taken off, and a rotation; the rotary
+"""Codecs, and what is done to elements first: a rotation; a roped mean taken off, and a rotation; the rotary
 embedding taken off."""
 
 WAYS = ("", "rotated", "centred", "pre-rope")

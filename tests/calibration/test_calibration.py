@@ -119,7 +119,7 @@ def before_rope(model: PreTrainedModel, found: dict[str, torch.Tensor]) -> dict[
         rotary = rotaries(model)[int(layer)]
         if side == "key" and rotary is not None:
             cos, sin = rotary.cos_sin(torch.arange(turned[name].shape[1]))
-            turned[name] = rope.unrotate(turned[name], cos, sin, rotary.interleaved)
+            turned[name] = rope.unrope(turned[name], cos, sin, rotary.interleaved)
     return turned
 
 
@@ -280,7 +280,7 @@ def test_a_codec_is_fitted_to_what_its_scheme_encodes(llama: PreTrainedModel, sc
             rotary = rotaries(llama)[layer]
             assert rotary is not None
             cos, sin = rotary.cos_sin(torch.arange(SINKS, SINKS + x.shape[2]))
-            x, gradient = (rope.rotate(part, cos, sin, rotary.interleaved) for part in (x, gradient))
+            x, gradient = (rope.apply(part, cos, sin, rotary.interleaved) for part in (x, gradient))
     if codec.rotates:
         x, gradient = (part @ hadamard.rotation(x.shape[-1]) for part in (x, gradient))
     right = codec.fit(x, gradient.square())

@@ -148,9 +148,9 @@ def assert_undone(model: hf.PreTrainedModel, dtype: torch.dtype) -> None:
         if isinstance(rotary, Rotary):
             cos, sin = angles(rotary, rows, 0, 12)
             assert far(keys, right) > 0.05
-            back = rope.unrotate(keys, cos, sin, rotary.interleaved)
+            back = rope.unrope(keys, cos, sin, rotary.interleaved)
             assert far(back, right) < tolerance
-            assert far(rope.rotate(back, cos, sin, rotary.interleaved), keys) < 1e-12
+            assert far(rope.apply(back, cos, sin, rotary.interleaved), keys) < 1e-12
         else:
             assert far(keys, right) < tolerance
         checked += 1
@@ -326,7 +326,7 @@ class Reader:
                 own = columns[row] if self.rows.valid is None else columns[row][:, self.rows.valid[row]]
                 assert core.keys is not None
                 keys = core.keys[row, :, :count].double()
-                back = rope.unrotate(keys, *angles(rotary, self.rows, row, count), rotary.interleaved)
+                back = rope.unrope(keys, *angles(rotary, self.rows, row, count), rotary.interleaved)
                 assert count == 0 or far(back, own.double()) < tolerance
 
 

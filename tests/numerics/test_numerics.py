@@ -587,10 +587,10 @@ def test_rotations_are_sylvesters_in_blocks_and_orthogonal(channels: int) -> Non
     identity = torch.eye(channels, dtype=torch.float64)
     torch.testing.assert_close(rotation.double() @ rotation.double().T, identity, rtol=0, atol=1e-6)
     x = torch.randn(3, 2, channels, generator=seeded())
-    turned = hadamard.transform(x * hadamard.signs(channels))
-    torch.testing.assert_close(turned, x @ rotation, rtol=1e-5, atol=1e-5)
+    rotated = hadamard.transform(x * hadamard.signs(channels))
+    torch.testing.assert_close(rotated, x @ rotation, rtol=1e-5, atol=1e-5)
     query = torch.randn(3, 2, channels, generator=seeded(1))
-    torch.testing.assert_close((query @ rotation * turned).sum(-1), (query * x).sum(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close((query @ rotation * rotated).sum(-1), (query * x).sum(-1), rtol=1e-4, atol=1e-4)
 
 
 def test_a_rotation_made_in_inference_mode_serves_training() -> None:
@@ -605,8 +605,8 @@ def test_a_rotation_made_in_inference_mode_serves_training() -> None:
 def test_a_rotation_spreads_one_channel_over_its_block() -> None:
     x = torch.zeros(96)
     x[40] = 8.0
-    turned = x @ hadamard.rotation(96)
-    assert torch.allclose(turned[32:64].abs(), torch.tensor(8 / 32**0.5)) and int((turned != 0).sum()) == 32
+    rotated = x @ hadamard.rotation(96)
+    assert torch.allclose(rotated[32:64].abs(), torch.tensor(8 / 32**0.5)) and int((rotated != 0).sum()) == 32
 
 
 # -- outliers ----------------------------------------------------------------------------------------------------------
@@ -692,7 +692,7 @@ BLOCK = 8
 FREQUENCIES = 10_000 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)  # of 8 rotated channels
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor, interleaved: bool, frequencies=FREQUENCIES) -> torch.Tensor:
+def roped(x: torch.Tensor, positions: torch.Tensor, interleaved: bool, frequencies=FREQUENCIES) -> torch.Tensor:
     """RoFormer's rotation as products of complex numbers, in float64: ``x [..., T, D]``, ``positions [T]``."""
     half = len(frequencies)
     x = x.double()
@@ -712,11 +712,11 @@ def test_rotate_multiplies_by_complex_numbers_and_unrotate_divides(interleaved: 
     positions = torch.arange(100, 120)
     angle = positions.double()[:, None] * FREQUENCIES
     cos, sin = angle.cos().float(), angle.sin().float()
-    there = rope.rotate(x, cos, sin, interleaved)
-    torch.testing.assert_close(there.double(), turned(x, positions, interleaved), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rope.unrotate(there, cos, sin, interleaved), x, rtol=1e-5, atol=1e-5)
-    scaled = rope.rotate(x, cos * 1.3, sin * 1.3, interleaved)  # as under an attention scaling
-    torch.testing.assert_close(rope.unrotate(scaled, cos * 1.3, sin * 1.3, interleaved), x, rtol=1e-5, atol=1e-5)
+    there = rope.apply(x, cos, sin, interleaved)
+    torch.testing.assert_close(there.double(), roped(x, positions, interleaved), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rope.unrope(there, cos, sin, interleaved), x, rtol=1e-5, atol=1e-5)
+    scaled = rope.apply(x, cos * 1.3, sin * 1.3, interleaved)  # as under an attention scaling
+    torch.testing.assert_close(rope.unrope(scaled, cos * 1.3, sin * 1.3, interleaved), x, rtol=1e-5, atol=1e-5)
     assert torch.equal(there[..., 8:], x[..., 8:])  # the others pass
 
 
@@ -744,45 +744,45 @@ def test_balanced_channels_meet_balanced_queries() -> None:
     balance, rotation = torch.rand(2, 12, generator=seeded(3)) + 0.2, hadamard.rotation(12)
     transform = Transform(None, rotation, None, False, balance)
     x, query = (torch.randn(3, heads, n, 12, generator=seeded(heads)) for heads, n in ((2, 2 * BLOCK), (6, 5)))
-    packed, turned = transform.apply(x, 0), transform.query(query)
-    assert turned is not None
+    packed, transformed = transform.apply(x, 0), transform.query(query)
+    assert transformed is not None
     torch.testing.assert_close(packed, (x / balance[:, None]) @ rotation)
     torch.testing.assert_close(transform.undo(packed, 0), x, rtol=1e-4, atol=2e-5)
-    scores = turned.unflatten(1, (2, 3)) @ packed[:, :, None].transpose(-1, -2)
+    scores = transformed.unflatten(1, (2, 3)) @ packed[:, :, None].transpose(-1, -2)
     right = query.unflatten(1, (2, 3)) @ x[:, :, None].transpose(-1, -2)
     torch.testing.assert_close(scores, right, rtol=1e-4, atol=1e-4)
     assert Transform().query(query) is None
 
 
 TRANSFORMS = [
-    (mean, rotation, turn, whole)
-    for mean, rotation, turn, whole in itertools.product((False, True), repeat=4)
-    if turn or whole
+    (mean, rotation, ropes, whole)
+    for mean, rotation, ropes, whole in itertools.product((False, True), repeat=4)
+    if ropes or whole
 ]
 
 
-@pytest.mark.parametrize(("mean", "rotation", "turn", "whole"), TRANSFORMS, ids=str)
+@pytest.mark.parametrize(("mean", "rotation", "ropes", "whole"), TRANSFORMS, ids=str)
 @pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "interleaved"))
 def test_a_transform_is_its_formula_and_undoes_itself(
-    mean: bool, rotation: bool, turn: bool, whole: bool, interleaved: bool
+    mean: bool, rotation: bool, ropes: bool, whole: bool, interleaved: bool
 ) -> None:
     """In every combination, for one row and for each of several, from any block on."""
     channels, heads = 12, 2
     angles, positions = some_rope(3, 4, interleaved=interleaved)
     middle = torch.randn(heads, channels, generator=seeded(1)) if mean else None
     matrix = hadamard.rotation(channels) if rotation else None
-    transform = Transform(middle, matrix, angles if turn else None, whole)
-    assert transform.is_nothing == (not mean and not rotation and (not turn or not whole))
+    transform = Transform(middle, matrix, angles if ropes else None, whole)
+    assert transform.is_nothing == (not mean and not rotation and (not ropes or not whole))
     x = torch.randn(3, heads, 2 * BLOCK, channels, generator=seeded()) * 3
     first = 1
     packed = transform.apply(x, first)
     for row in range(3):
         where, y = positions[row, BLOCK : 3 * BLOCK], x[row].double()
-        if turn and whole:
-            y = turned(y, -where, interleaved)
+        if ropes and whole:
+            y = roped(y, -where, interleaved)
         if middle is not None:
             centre = middle.double()[:, None].expand(-1, 2 * BLOCK, -1)
-            y = y - (turned(centre, where, interleaved) if turn and not whole else centre)
+            y = y - (roped(centre, where, interleaved) if ropes and not whole else centre)
         if matrix is not None:
             y = y @ matrix.double()
         torch.testing.assert_close(packed[row].double(), y, rtol=1e-4, atol=2e-5)

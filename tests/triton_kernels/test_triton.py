@@ -212,13 +212,13 @@ def test_means_and_rotations(what: str, side: str, masked: bool, queries: int) -
         rotation = torch.linalg.qr(random(channels, channels, seed=seed + 1))[0] if "rotation" in what else None
         return Transform(mean, rotation)
 
-    turned = {}
+    transforms = {}
     if side in ("keys", "both"):
-        turned["key_transform"] = transform(PLAIN.key_channels, 11)
+        transforms["key_transform"] = transform(PLAIN.key_channels, 11)
     if side in ("values", "both"):
-        turned["value_transform"] = transform(PLAIN.value_channels, 13)
+        transforms["value_transform"] = transform(PLAIN.value_channels, 13)
     logits = random(6, seed=7) * 2 if masked else None
-    call = Call(query_for(view, PLAIN, queries), dataclasses.replace(view, **turned), 0.2, sink_logits=logits)
+    call = Call(query_for(view, PLAIN, queries), dataclasses.replace(view, **transforms), 0.2, sink_logits=logits)
     assert_right(call)
     assert not torch.allclose(reference.run(call), reference.run(dataclasses.replace(call, view=view)), atol=1e-2)
 
@@ -236,13 +236,13 @@ def test_means_and_rotations(what: str, side: str, masked: bool, queries: int) -
     ],
 )
 def test_keys_before_the_rotary_embedding(scheme: str, pairs: int, interleaved: bool, mean: bool, queries: int) -> None:
-    """Turned by the angles of their own tokens; the exact tokens are not."""
+    """Roped by the angles of their own tokens; the exact tokens are not."""
     shape = Shape(2, 2, 32, 16)
     for batch in (1, 2):
         view = view_of(shape, (60, queries), f"{scheme},{SMALL}", batch=batch)
         center = random(2, 32, seed=22) if mean else None
-        turned = Transform(mean=center, rope=angles_for(view, pairs, batch, interleaved))
-        call = Call(query_for(view, shape, queries), dataclasses.replace(view, key_transform=turned), 0.2)
+        centred = Transform(mean=center, rope=angles_for(view, pairs, batch, interleaved))
+        call = Call(query_for(view, shape, queries), dataclasses.replace(view, key_transform=centred), 0.2)
         assert_right(call)
         assert not torch.allclose(reference.run(call), reference.run(dataclasses.replace(call, view=view)), atol=1e-2)
 

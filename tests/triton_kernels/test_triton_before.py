@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 BLOCK, BLOCKS, FIRST, HEADS = 32, 2, 3, 2
 ROTARY = Rotary(10_000.0 ** -torch.linspace(0, 1, 32))
-KINDS = ("nothing", "keys turned", "mean turned")
+KINDS = ("nothing", "keys unroped", "mean unroped")
 
 
 def rope_for(pairs: int, rows: int, interleaved: bool, block: int = BLOCK) -> Rope:
@@ -45,12 +45,12 @@ def transform_for(
     kind: str, channels: int, mean: bool, balance: bool, rotated: bool, rows: int = 1, pairs: int = 0,
     interleaved: bool = False, block: int = BLOCK,
 ) -> Transform:  # fmt: skip
-    turns = kind != "nothing"
+    unropes = kind != "nothing"
     return Transform(
         random(HEADS, channels, seed=1) * 3 if mean else None,
         hadamard.rotation(channels) if rotated else None,
-        rope_for(pairs or channels // 2, rows, interleaved, block) if turns else None,
-        kind != "mean turned",
+        rope_for(pairs or channels // 2, rows, interleaved, block) if unropes else None,
+        kind != "mean unroped",
         random(HEADS, channels, seed=2).abs() + 0.3 if balance else None,
     )
 
@@ -85,7 +85,7 @@ def assert_right(spelling: str, x: torch.Tensor, transform: Transform) -> None:
 CASES = [
     (kind, mean, balance, rotated)
     for kind, mean, balance, rotated in itertools.product(KINDS, (False, True), (False, True), (False, True))
-    if (mean or kind != "mean turned") and not (kind == "keys turned" and rotated)
+    if (mean or kind != "mean unroped") and not (kind == "keys unroped" and rotated)
 ]
 
 
@@ -105,7 +105,7 @@ def test_rows_that_begin_elsewhere(kind: str, dtype: torch.dtype, channels: int)
     """Each row of a batch has angles of its own; pairs are neighbours or halves, of all channels or of the first."""
     x = blocks_of(3, channels, dtype)
     for pairs, interleaved in ((channels // 2, False), (5, True)):
-        transform = transform_for(kind, channels, True, False, kind == "mean turned", 3, pairs, interleaved)
+        transform = transform_for(kind, channels, True, False, kind == "mean unroped", 3, pairs, interleaved)
         assert_right("nf4", x, transform)
     if kind != "nothing":
         one, other = (rope_for(4, 3, False).angles(FIRST, FIRST + 1)[0][row] for row in (0, 1))
@@ -119,15 +119,15 @@ def test_rows_that_begin_elsewhere(kind: str, dtype: torch.dtype, channels: int)
 def test_every_kind_of_codec(spelling: str) -> None:
     block = max(BLOCK, parse_codec(spelling).block_multiple)
     x = blocks_of(1, 64, torch.bfloat16, block)
-    assert_right(spelling, x, transform_for("mean turned", 64, True, True, True, block=block))
-    assert_right(spelling, x, transform_for("keys turned", 64, True, False, False, block=block))
+    assert_right(spelling, x, transform_for("mean unroped", 64, True, True, True, block=block))
+    assert_right(spelling, x, transform_for("keys unroped", 64, True, False, False, block=block))
 
 
 @needs_triton
 @pytest.mark.parametrize("interleaved", (False, True))
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_rotary_embedding_of_no_channels(kind: str, interleaved: bool) -> None:
-    """It turns nothing; the kernel must not look for pairs."""
+    """It unropes nothing; the kernel must not look for pairs."""
     rope = Rotary(torch.zeros(0), interleaved).rope(Rows(1), 4, BLOCK, FIRST + BLOCKS, torch.device("cpu"))
     transform = replace(transform_for("nothing", 20, True, False, False), rope=rope, whole=kind == KINDS[1])
     assert Before.of(transform) == Before(mean=True)

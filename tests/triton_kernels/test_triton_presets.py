@@ -1,4 +1,4 @@
-"""What ``default`` and ``small`` need of the Triton kernels: means of keys that turn, and late sinks."""
+"""What ``default`` and ``small`` need of the Triton kernels: roped means of keys, and late sinks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvbits.attend import Call, KVView, reference
+from kvbits.attend.dense import _in_columns
 from kvbits.attend.triton import decode as triton_decode
 from kvbits.attend.triton.tuning import Tuning, tuned
 from kvbits.layer.cache import LayerCache
@@ -25,7 +26,7 @@ def centred_view(
     scheme: str, shape: Shape, queries: int, batch: int, pairs: int, interleaved: bool = False, rotated: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> KVView:  # fmt: skip
-    """A view whose packed keys lack a mean that turns, of the size that such means have beside what is left."""
+    """A view whose packed keys lack a roped mean, of the size that such means have beside what is left."""
     view = view_of(shape, (92, queries), f"{scheme},{SMALL}", batch=batch, dtype=dtype)
     channels = shape.key_channels
     key = Transform(
@@ -54,7 +55,7 @@ def in_float64(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
         )
     )
     keys, values = (
-        view._in_columns(exact.double(), x) for exact, x in zip((view.keys, view.values), decoded, strict=True)
+        _in_columns(view, exact.double(), x) for exact, x in zip((view.keys, view.values), decoded, strict=True)
     )
     return keys, values
 
@@ -62,7 +63,7 @@ def in_float64(view: KVView) -> tuple[torch.Tensor, torch.Tensor]:
 def assert_right(call: Call) -> None:
     """Against float64 from the stored bits on: at most twice the error of the reference, or of the plain formula.
 
-    The reference turns and rotates keys in float32, as the kernel does queries; the plain formula is given them.
+    The reference ropes and rotates keys in float32, as the kernel does queries; the plain formula is given them.
     """
     keys, values = in_float64(call.view)
     truth = plain_attention(call, torch.float64, keys, values)
@@ -143,10 +144,10 @@ def test_every_number_of_a_turning_mean_counts() -> None:
     for name in ("base_cos", "base_sin", "step_cos", "step_sin"):
         x = getattr(rope, name).clone()
         x[..., 1, 11] += 0.5
-        turned = dataclasses.replace(view.key_transform, rope=dataclasses.replace(rope, **{name: x}))
-        broken = dataclasses.replace(view, key_transform=turned)
+        changed = dataclasses.replace(view.key_transform, rope=dataclasses.replace(rope, **{name: x}))
+        broken = dataclasses.replace(view, key_transform=changed)
         assert not torch.allclose(run(dataclasses.replace(call, view=broken)), right, atol=1e-4), name
-    for channel in (0, 12, 23, 31):  # both of a pair, and one that is not turned
+    for channel in (0, 12, 23, 31):  # both of a pair, and one in no pair
         mean = view.key_transform.mean.clone()
         mean[0, channel] += 0.5
         broken = dataclasses.replace(view, key_transform=dataclasses.replace(view.key_transform, mean=mean))

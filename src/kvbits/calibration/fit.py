@@ -97,7 +97,7 @@ class Samples:
             frequencies = load_tensors(files[0], (f"{name}.frequencies",))[f"{name}.frequencies"]
             self.rotary = Rotary(frequencies, interleaved)
             self.cos, self.sin = self.rotary.cos_sin(torch.arange(sinks, sinks + self.x.shape[2], device=device))
-            self.x, self.gradient = (self._roped(x, rope.unrotate) for x in (self.x, self.gradient))
+            self.x, self.gradient = (self._roped(x, rope.unrope) for x in (self.x, self.gradient))
         self.mean = self.x.mean((0, 2), dtype=torch.float64).float()
 
     def _roped(self, x: torch.Tensor, how: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Samples:
         x = self.x - self.mean[:, None] if centred else self.x
         gradient = self.gradient
         if not pre_rope:
-            x, gradient = self._roped(x, rope.rotate), self._roped(gradient, rope.rotate)
+            x, gradient = self._roped(x, rope.apply), self._roped(gradient, rope.apply)
         if rotates:
             rotation = hadamard.rotation(x.shape[-1]).to(x.device)
             x, gradient = x @ rotation, gradient @ rotation

@@ -1,8 +1,8 @@
 """``rot4 rot3 rot2``: uniform levels of rotated channels (QuaRot, arXiv 2404.00456, section 4.2).
 
 A random Hadamard rotation over head_dim spreads what stands out in one channel over all of them, and leaves q . k as
-it is; the cache rotates before it encodes (see :mod:`kvbits.numerics.hadamard`), and kernels rotate the query and turn
-the output back once a step.
+it is; the cache rotates before it encodes (see :mod:`kvbits.numerics.hadamard`), and kernels rotate the query, and the
+output back, once a step.
 """
 
 from __future__ import annotations

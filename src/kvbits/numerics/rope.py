@@ -2,7 +2,7 @@
 
 Cosines and sines come from the model's own rotary module, one row per token, so every scaling variant is the model's.
 A pair of channels is ``(i, i + R/2)`` (Llama, GPT-NeoX) or, interleaved, ``(2i, 2i + 1)`` (GPT-J, Cohere, GLM), where
-the first ``R`` channels are rotated and the others pass (partial rotary).
+the first ``R`` channels are roped and the others pass (partial rotary).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate ``x [..., T, D]`` by the angles of its tokens.
+def apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rope ``x [..., T, D]`` by the angles of its tokens.
 
     Args:
         x: float tensor.
@@ -19,17 +19,17 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
         interleaved: which channels make a pair.
     """
     half = cos.shape[-1]
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    paired, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = paired[..., 0::2], paired[..., 1::2]
     else:
-        first, second = turned[..., :half], turned[..., half:]
+        first, second = paired[..., :half], paired[..., half:]
     pair = (first * cos - second * sin, second * cos + first * sin)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat([turned, rest], dim=-1)
+    paired = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([paired, rest], dim=-1)
 
 
-def unrotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Inverse of :func:`rotate`, also where ``cos`` and ``sin`` carry a scaling: divides by its square."""
+def unrope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Inverse of :func:`apply`, also where ``cos`` and ``sin`` carry a scaling: divides by its square."""
     square = cos.square() + sin.square()
-    return rotate(x, cos / square, -sin / square, interleaved)
+    return apply(x, cos / square, -sin / square, interleaved)

@@ -104,7 +104,7 @@ class Transform:
             x = x.float()
         cos_sin = None if self.rope is None else self._cos_sin(first, x)
         if self.rope is not None and cos_sin is not None and self.whole:
-            x = rope.unrotate(x, *cos_sin, self.rope.interleaved)
+            x = rope.unrope(x, *cos_sin, self.rope.interleaved)
         if self.mean is not None:
             x = x - self._mean(x, cos_sin)
         if self.balance is not None:
@@ -125,7 +125,7 @@ class Transform:
         if self.mean is not None:
             x = x + self._mean(x, cos_sin)
         if self.rope is not None and cos_sin is not None and self.whole:
-            x = rope.rotate(x, *cos_sin, self.rope.interleaved)
+            x = rope.apply(x, *cos_sin, self.rope.interleaved)
         return x
 
     def _cos_sin(self, first: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +140,7 @@ class Transform:
         mean = self.mean.to(x.dtype)[:, None]
         if self.rope is None or cos_sin is None or self.whole:
             return mean
-        return rope.rotate(mean.expand(cos_sin[0].shape[0], -1, x.shape[2], -1), *cos_sin, self.rope.interleaved)
+        return rope.apply(mean.expand(cos_sin[0].shape[0], -1, x.shape[2], -1), *cos_sin, self.rope.interleaved)
 
 
 NOTHING = Transform()

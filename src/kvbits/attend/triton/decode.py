@@ -19,8 +19,9 @@ from torch.nn.functional import pad
 
 from kvbits.attend.call import Call
 from kvbits.attend.triton.shape import (
+    Flags,
+    Roping,
     Shape,
-    Turn,
     outliers_in,
     padded_channels,
     shape_for,
@@ -112,58 +113,58 @@ def partial(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return out, found.squeeze(-1) * math.log(2)
 
 
-def turn_of(transform: Transform, form: Format, channels: int) -> Turn:
+def roping_of(transform: Transform, form: Format, channels: int) -> Roping:
     """What the kernel does with the rotary embedding and mean of keys of a format and ``channels``."""
     rope, mean = transform.rope, transform.mean is not None
     half = 0 if rope is None else rope.base_cos.shape[-1]
     interleaved = rope is not None and rope.interleaved
     if rope is not None and transform.whole:
-        return Turn.of(UNROPED_KEYS, mean or static_zero(form), half, interleaved, channels)
-    return Turn.of(UNROPED_MEAN, mean, half, interleaved, channels) if mean else Turn()
+        return Roping.of(UNROPED_KEYS, mean or static_zero(form), half, interleaved, channels)
+    return Roping.of(UNROPED_MEAN, mean, half, interleaved, channels) if mean else Roping()
 
 
-def _angles(view: KVView, turn: Turn, parts: int, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _angles(view: KVView, roping: Roping, parts: int, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cosines and sines of the blocks ``[B or 1, N, half]``, and within a block, as the kernel reads them."""
     rope = view.key_transform.rope
-    if rope is None or turn.what == NO_ROPE:
+    if rope is None or roping.kind == NO_ROPE:
         return unused, unused, unused, unused
-    bases = (x if x.stride()[1:] == (turn.half, 1) else x.contiguous() for x in (rope.base_cos, rope.base_sin))
-    return (*bases, *_step_tables(view, rope, turn, parts))
+    bases = (x if x.stride()[1:] == (roping.half, 1) else x.contiguous() for x in (rope.base_cos, rope.base_sin))
+    return (*bases, *_step_tables(view, rope, roping, parts))
 
 
-def _step_tables(view: KVView, rope: Rope, turn: Turn, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _step_tables(view: KVView, rope: Rope, roping: Roping, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Bfloat16 parts of cosines and of sines of the angles within a block, made once for a layer.
 
-    Of pairs ``[parts, tokens, padded]``; of keys before RoPE before them those of their even and their odd channels,
+    Of pairs ``[parts, tokens, padded]``; of keys before RoPE, ahead of them, those of the even and the odd channels,
     ``[parts, 2, tokens, U]``.
     """
-    kept = view.blocks.derived.triton_steps.get((turn.what, parts))
+    kept = view.blocks.derived.triton_steps.get((roping.kind, parts))
     if kept is None or not rope.has(kept.source):
-        channels, padding = padded_channels(view.keys.shape[3]), (0, turn.padded - turn.half)
+        channels, padding = padded_channels(view.keys.shape[3]), (0, roping.padded - roping.half)
         tables = []
         for x, still in ((rope.step_cos, 1.0), (rope.step_sin, 0.0)):
             table = split_in_parts(pad(x, padding), parts).flatten()
-            if turn.what == UNROPED_KEYS:
-                keys = split_in_parts(_by_channel(x, turn, channels, still), parts).flatten()
+            if roping.kind == UNROPED_KEYS:
+                keys = split_in_parts(_by_channel(x, roping, channels, still), parts).flatten()
                 table = torch.cat([keys, table])
             tables.append(table)
         kept = Kept(rope.steps, tables)
-        view.blocks.derived.triton_steps[turn.what, parts] = kept
+        view.blocks.derived.triton_steps[roping.kind, parts] = kept
     return kept.made[0], kept.made[1]
 
 
-def _by_channel(x: torch.Tensor, turn: Turn, channels: int, still: float) -> torch.Tensor:
+def _by_channel(x: torch.Tensor, roping: Roping, channels: int, still: float) -> torch.Tensor:
     """Of pairs ``[tokens, half]`` their channels' numbers, ``still`` in the others: ``[2, tokens, channels / 2]``."""
-    both = x.repeat_interleave(2, 1) if turn.interleaved else x.repeat(1, 2)
-    wide = pad(both, (0, channels - 2 * turn.half), value=still)
+    both = x.repeat_interleave(2, 1) if roping.interleaved else x.repeat(1, 2)
+    wide = pad(both, (0, channels - 2 * roping.half), value=still)
     by_parity: torch.Tensor = wide.unflatten(1, (-1, 2)).permute(2, 0, 1)
     return by_parity
 
 
-def _mean(view: KVView, turn: Turn) -> torch.Tensor | None:
-    """What is added to all packed keys, float32 ``[H, D]``; in turned ones zeros of the layer are a part of it."""
+def _mean(view: KVView, roping: Roping) -> torch.Tensor | None:
+    """The mean of all packed keys, float32 ``[H, D]``; that of keys before RoPE contains the zeros of the layer."""
     mean, params = view.key_transform.mean, view.key_params
-    if turn.what != UNROPED_KEYS or not static_zero(view.scheme.key.format):
+    if roping.kind != UNROPED_KEYS or not static_zero(view.scheme.key.format):
         return None if mean is None else mean.float().contiguous()
     # Not kept: a frozen cache fills in what it fits later.
     zeros = -params["scale"].float() * params["zero"].float()
@@ -183,8 +184,8 @@ def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Ten
     architecture, processors = _processor(query.device)
     key, value = scheme.key.format, scheme.value.format
     tuning = tuning_for(architecture, max(key.bits, value.bits), "channel" in (key.per, value.per))
-    turn = turn_of(view.key_transform, key, key_channels)
-    shape = shape_for(blocks.record, key, value, key_channels, value_channels, rows, parts, tuning, turn.what)
+    roping = roping_of(view.key_transform, key, key_channels)
+    shape = shape_for(blocks.record, key, value, key_channels, value_channels, rows, parts, tuning, roping.kind)
     tuning = shape.tuning
     row_tiles = -(-rows // shape.tile.queries)
     per_split, exact_per_split = _cut(
@@ -197,35 +198,45 @@ def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Ten
     unused = tops
     plain = call.mask is None and call.window is None and view.rows.valid is None and view.offset == 0
     column_of = None if plain or view.column_of is None else view.column_of.to(query.device)
-    counts, held = _lengths(view, query.device) if lengths is None else lengths
+    counts, exact_counts = _lengths(view, query.device) if lengths is None else lengths
     mask = None
     if call.mask is not None:
         mask = call.mask.expand(batch, query.shape[1], -1, -1)
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    turned, mean = view.key_transform.query(query), _mean(view, turn)
-    turned = query if turned is None else turned  # float32 stays: the kernel rounds it once
-    angles = _angles(view, turn, parts, unused)
+    packed_query, mean = view.key_transform.query(query), _mean(view, roping)
+    packed_query = query if packed_query is None else packed_query  # float32 stays: the kernel rounds it once
+    angles = _angles(view, roping, parts, unused)
     pool = blocks.pool
+    flags = Flags(
+        group_rows,
+        single=queries == 1,
+        in_order=blocks.in_order,
+        ragged=counts is not None,
+        padded=column_of is not None,
+        mask=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
+        window=call.window is not None,
+        softcap=call.softcap is not None,
+        plain=plain,
+    )
     attend_split[(total, batch * heads, row_tiles)](
-        turned, query, view.keys, view.values, pool.view(torch.int16),
-        pool.view(torch.int32), pool.view(torch.bfloat16), pool.view(torch.float16), blocks.table,
-        unused if counts is None else counts, unused if held is None else held,
-        unused if column_of is None else column_of, unused if mask is None else mask,
-        *_params(scheme.key, view.key_params, "keys", blocks.derived, parts, unused),
-        *_params(scheme.value, view.value_params, "values", blocks.derived, parts, unused),
-        *angles, unused if mean is None else mean,
-        partial, tops, weights,
+        packed_query,
+        (query, view.keys, view.values),
+        (pool.view(torch.int16), pool.view(torch.int32), pool.view(torch.bfloat16), pool.view(torch.float16)),
+        (blocks.table, *(unused if x is None else x for x in (counts, exact_counts, column_of))),
+        unused if mask is None else mask,
+        _params(scheme.key, view.key_params, "keys", blocks.derived, parts, unused),
+        _params(scheme.value, view.value_params, "values", blocks.derived, parts, unused),
+        angles,
+        unused if mean is None else mean,
+        (partial, tops, weights),
         blocks.counts[0], view.held[0], splits, per_split, exact_per_split, view.rows.columns - queries, view.offset,
         call.window or 0, view.sinks + view.dropped, queries,
-        batch, heads, view.sinks, call.scaling, call.softcap or 1.0,
-        *turned.stride()[:3], *query.stride()[:3], *view.keys.stride()[:3], *view.values.stride()[:3],
         blocks.table.stride(0), 0 if column_of is None else column_of.stride(0),
-        0 if angles[0].shape[0] == 1 else angles[0].stride(0),
-        *((0, 0, 0, 0) if mask is None else mask.stride()),
-        KEY=shape.key, VALUE=shape.value, TILE=shape.tile, TURN=turn, GROUP_ROWS=group_rows, SINGLE=queries == 1,
-        IN_ORDER=blocks.in_order, RAGGED=counts is not None, PADDED=column_of is not None,
-        MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2, WINDOW=call.window is not None, PLAIN=plain,
-        SOFTCAP=call.softcap is not None, EXACT_TILE=32,
+        0 if angles[0].shape[0] == 1 else angles[0].stride(0), *((0, 0, 0, 0) if mask is None else mask.stride()),
+        (batch, heads, view.sinks),
+        tuple(x.stride()[:3] for x in (packed_query, query, view.keys, view.values)),
+        (call.scaling, call.softcap or 1.0),
+        KEY=shape.key, VALUE=shape.value, TILE=shape.tile, ROPE=roping, FLAGS=flags,
         num_warps=tuning.warps, num_stages=tuning.stages,
         **({"maxnreg": tuning.registers} if tuning.registers and torch.version.cuda else {}),
     )  # fmt: skip
@@ -236,8 +247,8 @@ def _lengths(view: KVView, device: torch.device) -> tuple[torch.Tensor | None, t
     """Blocks and exact tokens of each row on the device, where rows differ."""
     if view.even:
         return None, None
-    counts, held = torch.tensor([view.blocks.counts, view.held], dtype=torch.int32, device=device)
-    return counts, held
+    counts, exact_counts = torch.tensor([view.blocks.counts, view.held], dtype=torch.int32, device=device)
+    return counts, exact_counts
 
 
 def _cut(blocks: int, exact: int, tiles: int, wanted: int, shape: Shape) -> tuple[int, int]:

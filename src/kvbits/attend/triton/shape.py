@@ -1,4 +1,4 @@
-"""What the Triton kernels are compiled for: formats, tiles and turns, as frozen constants.
+"""What the Triton kernels are compiled for: formats, tiles and ropings, as frozen constants.
 
 Each is one compile-time argument of ``attend_split``. Offsets in a record count 2 bytes, as the kernel reads it.
 """
@@ -177,18 +177,20 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What is done to keys by position, or to what is added to them.
+class Roping:
+    """Whether the kernel ropes keys or the mean of keys, and which channels make a pair.
 
     Attributes:
-        what: NO_ROPE, UNROPED_KEYS (stored before the rotary embedding) or UNROPED_MEAN (their mean alone was).
-        mean: whether there is one; zeros of the layer's channels count as one of UNROPED_KEYS.
-        half, padded: rotary pairs, and the power of two from 16 that holds them. A mean does not turn where none is.
-        interleaved: which channels make a pair.
-        halves: of keys, whether the first and the second of all pairs are the two halves of a head, tiles each.
+        kind: NO_ROPE, UNROPED_KEYS (keys are stored before RoPE) or UNROPED_MEAN (the mean alone is).
+        mean: whether packed keys lack a mean; of UNROPED_KEYS the static zeros of channels are a part of the mean.
+        half, padded: number of rotary pairs, and the power of two from 16 that holds it. Without pairs a mean is added
+            as it is.
+        interleaved: whether neighbouring channels make a pair, rather than those half the rotary channels apart.
+        halves: whether the first channels of all pairs are one half of a head and the second channels the other, so
+            that each half is a tile. For UNROPED_KEYS alone.
     """
 
-    what: int = NO_ROPE
+    kind: int = NO_ROPE
     mean: bool = False
     half: int = 0
     padded: int = 16
@@ -206,11 +208,37 @@ class Turn:
         return 2 if self.interleaved or self.halves else 1
 
     @staticmethod
-    def of(what: int, mean: bool, half: int, interleaved: bool, channels: int) -> Turn:
+    def of(kind: int, mean: bool, half: int, interleaved: bool, channels: int) -> Roping:
         """Of ``half`` pairs of keys of ``channels``."""
         padded = max(16, power_of_two(half))
-        halves = what == UNROPED_KEYS and not interleaved and half >= 32 and 2 * half == 2 * padded == channels
-        return Turn(what, mean, half, padded, interleaved, halves)
+        halves = kind == UNROPED_KEYS and not interleaved and half >= 32 and 2 * half == 2 * padded == channels
+        return Roping(kind, mean, half, padded, interleaved, halves)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What one call asks for, beside formats, tiles and the rotary embedding.
+
+    Attributes:
+        group_rows: query heads of a KV head.
+        single: whether there is one query a row.
+        in_order: whether blocks lie in the pool in the order of the table.
+        ragged: whether rows hold different numbers of tokens.
+        padded: whether the columns of tokens are looked up.
+        mask: 0 none, 1 bool, 2 additive.
+        window, softcap: whether there is one.
+        plain: whether all queries see all packed tokens.
+    """
+
+    group_rows: int
+    single: bool = True
+    in_order: bool = True
+    ragged: bool = False
+    padded: bool = False
+    mask: int = 0
+    window: bool = False
+    softcap: bool = False
+    plain: bool = True
 
 
 @dataclass(frozen=True)
@@ -233,17 +261,17 @@ def shape_for(
     rows: int,
     parts: int,
     tuning: Tuning,
-    turn: int = NO_ROPE,
+    rope: int = NO_ROPE,
 ) -> Shape:
     """Choose tiles for ``rows`` query rows of a KV head."""
     slices = max(_slots(key.bits), _slots(value.bits))
     length = record.tokens // slices
-    if turn == UNROPED_MEAN:
+    if rope == UNROPED_MEAN:
         tuning = replace(tuning, registers=None)
     blocks = max(1, tuning.rows // length)
     # float32 is too fine for sums of codes with an offset; static zeros meet the weights once, at the end.
     static = value.per == "channel" and not value.group
-    exact = parts == 3 or turn == UNROPED_KEYS
+    exact = parts == 3 or rope == UNROPED_KEYS
     sides = (
         Side.of(key, record.keys, key_channels, length, blocks, slices // _slots(key.bits), exact),
         Side.of(
@@ -251,15 +279,15 @@ def shape_for(
         ),
     )
     widest = max(side.columns for side in sides)
-    if turn != NO_ROPE:  # queries are turned to each block by itself
-        widest = max(widest, blocks * (sides[0].columns if sides[0].per == TOKEN and turn == UNROPED_KEYS else 1))
+    if rope != NO_ROPE:  # queries are roped to each block by itself
+        widest = max(widest, blocks * (sides[0].columns if sides[0].per == TOKEN and rope == UNROPED_KEYS else 1))
     queries = min(max(8, power_of_two(rows)), MOST_ROWS)
     while queries > 8 and queries * widest > MOST_COLUMNS:
         queries //= 2
     if queries * widest * max(key_channels, value_channels) > _USUAL_SUMS:
         # Sums that fill the registers of twice the warps; without a second tile in shared memory, which is full too.
         tuning = replace(tuning, warps=2 * tuning.warps, registers=None, stages=1)
-    elif turn == UNROPED_KEYS or key.outliers or value.outliers:
+    elif rope == UNROPED_KEYS or key.outliers or value.outliers:
         tuning = replace(tuning, registers=None, stages=1)  # what these read element by element has no tile
     return Shape(*sides, Tile(record.tokens, record.nbytes // 2, slices, blocks, queries, parts), tuning)
 

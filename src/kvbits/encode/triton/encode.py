@@ -113,7 +113,7 @@ def _params(transform: Transform, x: torch.Tensor) -> list[torch.Tensor]:
 def _angles(transform: Transform, before: Before, none: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, int]]:
     """Cosines and sines of blocks and within one; the strides of a row, which may be one for all, and of a block."""
     rope = transform.rope
-    if rope is None or not before.turned:
+    if rope is None or not before.unroped:
         return [none] * 4, (0, 0)
     shared = rope.base_cos.shape[0] == 1
     cos, sin = (x if x.stride(2) == 1 else x.contiguous() for x in (rope.base_cos, rope.base_sin))

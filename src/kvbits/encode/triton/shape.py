@@ -128,13 +128,13 @@ class Before:
     """What becomes of elements before they are encoded, the other compile-time argument: ``transform.Transform``.
 
     Attributes:
-        turned: whether the rotary embedding is taken off keys, off their mean alone, or off nothing.
+        unroped: whether the rotary embedding is taken off keys, off their mean alone, or off nothing.
         half, interleaved: rotary pairs, and which channels make one.
         mean, balance: whether there are any.
         rotated: channels that a rotation mixes with one another; 0 is no rotation.
     """
 
-    turned: int = NO_ROPE
+    unroped: int = NO_ROPE
     half: int = 0
     interleaved: bool = False
     mean: bool = False
@@ -145,13 +145,13 @@ class Before:
     def of(transform: Transform) -> Before:
         """For blocks under ``transform``."""
         rope, mean = transform.rope, transform.mean is not None
-        # Nothing is turned: there is no mean that would be, or there are no pairs.
+        # Nothing is unroped where the roped mean is missing, or pairs are.
         if rope is not None and (not (transform.whole or mean) or not rope.base_cos.shape[-1]):
             rope = None
-        turned = NO_ROPE if rope is None else UNROPED_KEYS if transform.whole else UNROPED_MEAN
+        unroped = NO_ROPE if rope is None else UNROPED_KEYS if transform.whole else UNROPED_MEAN
         rotated = 0 if transform.rotation is None else hadamard.block_of(transform.rotation.shape[0])
         return Before(
-            turned,
+            unroped,
             0 if rope is None else rope.base_cos.shape[-1],
             rope is not None and rope.interleaved,
             mean,
@@ -162,7 +162,7 @@ class Before:
     @property
     def anything(self) -> bool:
         """Whether elements change at all."""
-        return bool(self.turned or self.mean or self.balance or self.rotated)
+        return bool(self.unroped or self.mean or self.balance or self.rotated)
 
     @property
     def stages(self) -> int:

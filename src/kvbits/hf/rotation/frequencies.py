@@ -46,7 +46,7 @@ class Match(NamedTuple):
         """How far ``keys [P, B, H, D]`` are from being roped like this, in units of their norm."""
         angles = (torch.tensor(POSITIONS).double() - POSITIONS[0])[:, None] * (self.sign * self.source.frequencies)
         cos, sin = (side[:, None, None] for side in (angles.cos(), angles.sin()))
-        return _median_error(keys, rope.rotate(keys[:1].expand_as(keys), cos, sin, self.interleaved))
+        return _median_error(keys, rope.apply(keys[:1].expand_as(keys), cos, sin, self.interleaved))
 
 
 def sources_of(model: torch.nn.Module) -> Iterator[Source]:

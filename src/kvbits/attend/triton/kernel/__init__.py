@@ -14,13 +14,13 @@ the splits by log-sum-exp. What keeps a program at memory speed:
   in bfloat16; what is rounded is the query and the weights, once each, and float16 and float32 split those into 2 and
   3 bfloat16 parts that are added up.
 - **A mean of the keys never touches a key.** What it adds to the score of a token is two numbers for each query row and
-  rotary pair, turned to each block and from there to its tokens by a product with a table that all blocks share.
-- **Keys before the rotary embedding are not turned, but weighed.** Queries are turned to each block, and codes are
+  rotary pair, roped to each block and from there to its tokens by a product with a table that all blocks share.
+- **Keys before the rotary embedding are not roped, but weighed.** Queries are roped back to each block, and codes are
   multiplied by the cosines and by the sines of their token within it, two to an instruction.
 
 Slices of a block (``bitpack``) are separate groups of tokens: byte row ``i`` of slice ``j`` is token ``i + j R``.
 Letters: R tokens of a slice, ROWS rows of a tile (slices of several blocks), NR query rows, U 16-bit units of a row.
-Formats, tiles and turns are the frozen dataclasses of :mod:`kvbits.attend.triton.shape`, passed as one constant each.
+Formats, tiles and ropings are the frozen dataclasses of :mod:`kvbits.attend.triton.shape`, passed as one constant each.
 
 ==============  ====================================================
 module          what is in it
@@ -29,9 +29,9 @@ module          what is in it
 ``codes``       bytes of a record to levels
 ``tables``      the same, of levels in a table, where PTX runs
 ``records``     where a record, its scales, zeros and outliers lie
-``rotary``      pairs, their angles, and means that turn
+``rotary``      pairs, their angles, and means that are roped
 ``keys``        one slice of keys: scores
-``turned``      one slice of keys before the rotary embedding: scores
+``unroped``     one slice of keys before the rotary embedding: scores
 ``values``      one slice of values: weighted sums
 ``softmax``     what is seen, soft caps, the exponent's base
 ``packed``      one split of packed blocks

@@ -23,7 +23,7 @@ from kvbits.attend.triton.kernel.records import (
     static,
     zeros_per_channel,
 )
-from kvbits.attend.triton.kernel.rotary import partner, turn_of
+from kvbits.attend.triton.kernel.rotary import cos_sin_of, partner
 
 
 @triton.jit
@@ -112,9 +112,9 @@ def scores_of(
 @triton.jit
 def with_outliers(
     s, q_at, pools, angles, at, last, home, row_live, scaling, J: tl.constexpr, KEY: tl.constexpr,
-    TILE: tl.constexpr, TURN: tl.constexpr, IN_ORDER: tl.constexpr, TURNED: tl.constexpr,
+    TILE: tl.constexpr, ROPE: tl.constexpr, IN_ORDER: tl.constexpr, UNROPED: tl.constexpr,
 ):  # fmt: skip
-    """Scores ``s``, and what the outliers of slice ``J`` add to them. TURNED: they are turned like their keys."""
+    """Scores ``s``, and what the outliers of slice ``J`` add to them. UNROPED: keys are before RoPE."""
     pool, _, scales, _ = pools
     tile_row = tl.arange(0, TILE.rows)
     bi, token = tile_row // TILE.slice, tile_row % TILE.slice + J * TILE.slice
@@ -123,10 +123,10 @@ def with_outliers(
         block = tl.minimum(at + extra, last - 1)
         e_token, e_channel, e_value = entries_of(pool, scales, record_at(block, home, TILE, IN_ORDER), KEY)
         hit = tl.load(q_at[None, :] + e_channel[:, None], mask=row_live[None, :], other=0).to(tl.float32)
-        if TURNED:
-            far = partner(e_channel, TURN)
+        if UNROPED:
+            far = partner(e_channel, ROPE)
             # What a channel gives to the other of its pair has the sign that the other's share has there.
-            cos, sin = turn_of(angles, block, e_token, e_channel, KEY, TILE, TURN)
+            cos, sin = cos_sin_of(angles, block, e_token, e_channel, KEY, TILE, ROPE)
             other = tl.load(q_at[None, :] + far[:, None], mask=row_live[None, :], other=0).to(tl.float32)
             hit = hit * cos[:, None] - other * sin[:, None]
         hit *= e_value[:, None] * scaling

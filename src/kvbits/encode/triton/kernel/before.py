@@ -1,4 +1,4 @@
-"""What is done to elements before they are encoded: ``attend.Transform.apply``, step by step, rounded as it rounds."""
+"""What is done to elements before they are encoded: ``Transform.apply``, step by step, rounded as it rounds."""
 
 # The jit compiler reads annotations: no ``from __future__ import annotations`` here.
 
@@ -17,7 +17,7 @@ def prepare(value, start, s_t, place, home, params, angles, SHAPE: tl.constexpr,
     Args:
         value: the elements as they came; ``start`` is where the block begins, ``s_t`` the stride of a token.
         place: token and channel of each, and whether there is one.
-        home: number of the head, and of the block in its row, which says how far its first token is turned.
+        home: number of the head, and of the block in its row, which gives the angles of its first token.
         params: mean, balance and signs.
         angles: cosines and sines of blocks, the stride of a block, and cosines and sines within a block.
     """
@@ -25,20 +25,20 @@ def prepare(value, start, s_t, place, home, params, angles, SHAPE: tl.constexpr,
     head, block = home
     mean, balance, signs = params
     own = head * SHAPE.channels + channel
-    if BEFORE.turned:
+    if BEFORE.unroped:
         pair, other, first, live = pairs(channel, BEFORE)
         live = live & real
-        cos, sin = turns(token, pair, live, block, angles, BEFORE)
-    if BEFORE.turned == UNROPED_KEYS:
+        cos, sin = cos_sin_of(token, pair, live, block, angles, BEFORE)
+    if BEFORE.unroped == UNROPED_KEYS:
         square = cos * cos + sin * sin
         near = element(tl.load(start + token.to(tl.int64) * s_t + other, mask=live, other=0))
-        back = turn(value, near, over(cos, square), over(-sin, square), first)
+        back = roped(value, near, over(cos, square), over(-sin, square), first)
         value = tl.where(live, back, value)
     if BEFORE.mean:
         middle = tl.load(mean + own, mask=real, other=0)
-        if BEFORE.turned == UNROPED_MEAN:
+        if BEFORE.unroped == UNROPED_MEAN:
             near = tl.load(mean + head * SHAPE.channels + other, mask=live, other=0)
-            middle = tl.where(live, turn(middle, near, cos, sin, first), middle)
+            middle = tl.where(live, roped(middle, near, cos, sin, first), middle)
         value = value - middle
     if BEFORE.balance:
         value = over(value, tl.load(balance + own, mask=real, other=1.0))
@@ -60,8 +60,8 @@ def pairs(channel, BEFORE: tl.constexpr):
 
 
 @triton.jit
-def turns(token, pair, live, block, angles, BEFORE: tl.constexpr):
-    """Cosine and sine of each token and pair: ``attend.Rope.angles``; 1 and 0 where nothing turns."""
+def cos_sin_of(token, pair, live, block, angles, BEFORE: tl.constexpr):
+    """Cosine and sine of each token and pair: ``Rope.angles``; 1 and 0 in no pair."""
     base_cos, base_sin, block_stride, step_cos, step_sin = angles
     at, step = block.to(tl.int64) * block_stride + pair, token * BEFORE.half + pair
     c0, s0 = tl.load(base_cos + at, mask=live, other=1.0), tl.load(base_sin + at, mask=live, other=0)
@@ -70,8 +70,8 @@ def turns(token, pair, live, block, angles, BEFORE: tl.constexpr):
 
 
 @triton.jit
-def turn(own, near, cos, sin, first):
-    """One channel of ``numerics.rope.rotate``, beside the other one of its pair."""
+def roped(own, near, cos, sin, first):
+    """One channel of ``numerics.rope.apply``, beside the other one of its pair."""
     return tl.where(first, own * cos - near * sin, own * cos + near * sin)
 
 

@@ -2,7 +2,7 @@
 
 A channel with query ``q`` whose pair's other channel has ``r`` meets its key at angle t with ``q cos t + p sin t``: p
 is ``r`` for the first of a pair, ``-r`` for the second. At ``t = base + step`` that is ``a cos step + b sin step`` with
-``a = q cos base + p sin base`` and ``b = p cos base - q sin base``. So queries are turned, once a block, and codes are
+``a = q cos base + p sin base`` and ``b = p cos base - q sin base``. So queries are roped back, once a block. Codes are
 multiplied by the steps' cosines and by their sines: no channel looks for the other of its pair.
 
 Channels come in pieces that share cosines: *family* f of the tables and piece i of it. Families are parities, and
@@ -29,85 +29,85 @@ from kvbits.attend.triton.kernel.rotary import partner
 
 
 @triton.jit
-def _units(F: tl.constexpr, PIECE: tl.constexpr, KEY: tl.constexpr, TURN: tl.constexpr):
+def _units(F: tl.constexpr, PIECE: tl.constexpr, KEY: tl.constexpr, ROPE: tl.constexpr):
     """16-bit units of a piece, and its channels."""
-    unit = tl.arange(0, KEY.padded // 4) + PIECE * (KEY.padded // 4) if TURN.halves else tl.arange(0, KEY.padded // 2)
-    return unit, unit * 2 + (PIECE if TURN.interleaved else F)
+    unit = tl.arange(0, KEY.padded // 4) + PIECE * (KEY.padded // 4) if ROPE.halves else tl.arange(0, KEY.padded // 2)
+    return unit, unit * 2 + (PIECE if ROPE.interleaved else F)
 
 
 @triton.jit
-def load_pieces(q_at, row_live, KEY: tl.constexpr, TURN: tl.constexpr):
+def load_pieces(q_at, row_live, KEY: tl.constexpr, ROPE: tl.constexpr):
     """``(q, p)`` of all pieces, float32 ``[U, NR]`` each."""
-    families: tl.constexpr = TURN.families
-    count: tl.constexpr = TURN.pieces
+    families: tl.constexpr = ROPE.families
+    count: tl.constexpr = ROPE.pieces
     pieces = ()
     for f in tl.static_range(families):
         for i in tl.static_range(count):
-            _, channel = _units(f, i, KEY, TURN)
+            _, channel = _units(f, i, KEY, ROPE)
             live = row_live[None, :] & (channel < KEY.channels)[:, None]
             q = tl.load(q_at[None, :] + channel[:, None], mask=live, other=0).to(tl.float32)
-            paired = live & (channel < 2 * TURN.half)[:, None]
-            other = tl.load(q_at[None, :] + partner(channel, TURN)[:, None], mask=paired, other=0).to(tl.float32)
-            first = channel % 2 == 0 if TURN.interleaved else channel < TURN.half
+            paired = live & (channel < 2 * ROPE.half)[:, None]
+            other = tl.load(q_at[None, :] + partner(channel, ROPE)[:, None], mask=paired, other=0).to(tl.float32)
+            first = channel % 2 == 0 if ROPE.interleaved else channel < ROPE.half
             pieces = pieces + ((q, tl.where(first[:, None], other, -other)),)  # noqa: RUF005
     return pieces
 
 
 @triton.jit
-def turn_pieces(pieces, angles, at, last, KEY: tl.constexpr, TILE: tl.constexpr, TURN: tl.constexpr):
+def roped_pieces(pieces, angles, at, last, KEY: tl.constexpr, TILE: tl.constexpr, ROPE: tl.constexpr):
     """``(a, b)`` of all pieces at the first tokens of the blocks of a tile, ``[U, BLOCKS, NR]`` each."""
-    families: tl.constexpr = TURN.families
-    count: tl.constexpr = TURN.pieces
+    families: tl.constexpr = ROPE.families
+    count: tl.constexpr = ROPE.pieces
     base_cos, base_sin, _, _ = angles
     block = tl.minimum(at + tl.arange(0, TILE.blocks), last - 1)
-    turned = ()
+    roped = ()
     for f in tl.static_range(families):
-        _, channel = _units(f, 0, KEY, TURN)
-        pair = channel // 2 if TURN.interleaved else channel % TURN.half
-        where = block[None, :] * TURN.half + pair[:, None]
-        paired = (channel < 2 * TURN.half)[:, None]
+        _, channel = _units(f, 0, KEY, ROPE)
+        pair = channel // 2 if ROPE.interleaved else channel % ROPE.half
+        where = block[None, :] * ROPE.half + pair[:, None]
+        paired = (channel < 2 * ROPE.half)[:, None]
         cos = tl.load(base_cos + where, mask=paired, other=1.0)[:, :, None]
         sin = tl.load(base_sin + where, mask=paired, other=0.0)[:, :, None]
         for i in tl.static_range(count):
             q, p = pieces[f * count + i]
             q, p = q[:, None, :], p[:, None, :]
-            turned = turned + ((q * cos + p * sin, p * cos - q * sin),)  # noqa: RUF005
-    return turned
+            roped = roped + ((q * cos + p * sin, p * cos - q * sin),)  # noqa: RUF005
+    return roped
 
 
 @triton.jit
-def turned_scores(
-    turned, pools, params, angles, base, at, last, home, h, J: tl.constexpr, KEY: tl.constexpr,
-    TILE: tl.constexpr, TURN: tl.constexpr, IN_ORDER: tl.constexpr,
+def unroped_scores(
+    roped, pools, params, angles, base, at, last, home, h, J: tl.constexpr, KEY: tl.constexpr,
+    TILE: tl.constexpr, ROPE: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Scores of slice ``J`` of the records at ``base``, without ``scaling``; ``turned`` are those of the tile."""
+    """Scores of slice ``J`` of the records at ``base``, without ``scaling``; ``roped`` are the queries of the tile."""
     _, words, scales, zeros = pools
     tile_row = tl.arange(0, TILE.rows)
     bi, rr = tile_row // TILE.slice, tile_row % TILE.slice
     token = rr + J * TILE.slice
-    families: tl.constexpr = TURN.families
-    count: tl.constexpr = TURN.pieces
+    families: tl.constexpr = ROPE.families
+    count: tl.constexpr = ROPE.pieces
     groups: tl.constexpr = KEY.columns if KEY.per == TOKEN else KEY.slice_groups
     columns = tl.arange(0, TILE.blocks * groups)
     wide: tl.constexpr = TILE.blocks * groups * TILE.queries
     s = tl.full([TILE.rows, wide], 0.0, tl.float32)
     taken = tl.full([TILE.rows, wide], 0.0, tl.float32)
     for f in tl.static_range(families):
-        unit, _ = _units(f, 0, KEY, TURN)
+        unit, _ = _units(f, 0, KEY, ROPE)
         cos, sin = _steps(angles, f, token, unit, at, KEY, TILE)
         # What is taken off all codes of a group meets the cosines themselves: sums over the pieces.
         with_cos = tl.full([unit.shape[0], wide], 0.0, tl.float32)
         with_sin = tl.full([unit.shape[0], wide], 0.0, tl.float32)
         for i in tl.static_range(count):
-            a, b = turned[f * count + i]
-            unit, channel = _units(f, i, KEY, TURN)
+            a, b = roped[f * count + i]
+            unit, channel = _units(f, i, KEY, ROPE)
             factor, zero = _factors(pools, params, at, last, home, h, unit, channel, J, KEY, TILE, IN_ORDER)
             a, b = _widened(a, factor), _widened(b, factor)
             if KEY.zero and KEY.per != STATIC:
                 with_cos += a * zero
                 with_sin += b * zero
             units = slice_units(pools[0], base, rr, unit, J, KEY, TILE, False)
-            level = _levels(units, params, J, i if TURN.interleaved else f, KEY, TILE.parts)
+            level = _levels(units, params, J, i if ROPE.interleaved else f, KEY, TILE.parts)
             s = _dot(s, level, cos, sin, a, b, KEY, TILE.parts)
         if KEY.zero and KEY.per != STATIC:
             taken = _dot_steps(taken, cos, sin, with_cos, with_sin, TILE.parts)
