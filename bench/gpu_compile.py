@@ -13,7 +13,8 @@ import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from triton.compiler.compiler import make_backend
 
 from kvbits.attend.triton import decode as triton_decode
 from kvbits.attend.triton import kernel as triton_kernel
-from kvbits.attend.triton.shape import Roping, Shape, shape_for, static_zero
+from kvbits.attend.triton.shape import Flags, Roping, Shape, shape_for, static_zero
 from kvbits.attend.triton.tuning import tuning_for
 from kvbits.schemes.scheme import Scheme
 from kvbits.store.record import Record
@@ -38,15 +39,37 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PEAK = {"name": "H200", "multiprocessors": 132, "clock_ghz": 1.98, "copy_tb_s": 4.3, "schedulers": 4}
 """What the paper roofline is drawn for: clock and copy bandwidth as such a card was once seen to have them."""
 
-POINTERS = {
-    **dict.fromkeys(("query", "exact_query", "keys", "values", "scales", "key_table", "value_table"), "*bf16"),
-    **dict.fromkeys(("key_scale", "key_zero", "value_scale", "value_zero", "key_mean"), "*fp32"),
-    **dict.fromkeys(("base_cos", "base_sin", "out", "tops", "weights"), "*fp32"),
-    **dict.fromkeys(("step_cos", "step_sin"), "*bf16"),
-    **{"pool": "*i16", "words": "*i32", "zeros": "*fp16", "table": "*i64", "counts": "*i32", "held": "*i32"},
-    **{"column_of": "*i64", "mask": "*u8"},
+EXACT = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+PARAMS = ("*fp32", "*fp32", "*bf16")
+GROUPS: dict[str, Any] = {
+    "pools": ("*i16", "*i32", "*bf16", "*fp16"),
+    "lookup": ("*i64", "*i32", "*i32", "*i64"),
+    "mask": "*u8",
+    **dict.fromkeys(("key_params", "value_params"), PARAMS),
+    "angles": ("*fp32", "*fp32", "*bf16", "*bf16"),
+    "key_mean": "*fp32",
+    "found": ("*fp32",) * 3,
+    "sizes": ("i32",) * 3,
+    "strides": (("i32",) * 3,) * 4,
+    "scores": ("fp32", "fp32"),
 }
-ALIGNED = {*POINTERS, "q_b", "q_h", "e_b", "e_h", "k_b", "k_h", "k_t", "v_b", "v_h", "v_t"}
+"""Types of the arguments of ``attend_split`` that are not plain numbers, but for those of the dtype."""
+
+UNALIGNED = (("strides", 0, 2), ("strides", 1, 2))  # of a query of one token
+
+
+def aligned(names: list[str], kinds: dict[str, Any]) -> dict[tuple[int, ...], list[list[Any]]]:
+    """That pointers and strides are multiples of 16, as a launch would find."""
+
+    def paths(kind: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        if isinstance(kind, tuple):
+            for place, each in enumerate(kind):
+                yield from paths(each, (*path, place))
+        elif (kind.startswith("*") or path[0] == "strides") and path not in UNALIGNED:
+            yield path
+
+    found = (path for name in names for path in paths(kinds[name], (name,)))
+    return {(names.index(name), *rest): [["tt.divisibility", 16]] for name, *rest in found}
 
 
 def source_of(
@@ -63,23 +86,16 @@ def source_of(
             what, scheme.centred or (scheme.pre_rope and static_zero(key)), channels // 2, False, channels
         )
     shape = shape_for(record, key, value, channels, channels, groups, triton_decode.PARTS[dtype], tuning, roping.kind)
-    constants = {
-        **{"KEY": shape.key, "VALUE": shape.value, "TILE": shape.tile, "ROPE": roping},
-        **{"GROUP_ROWS": groups, "SINGLE": True, "IN_ORDER": True, "PLAIN": True, "MASK": 0, "EXACT_TILE": 32},
-        **dict.fromkeys(("RAGGED", "PADDED", "WINDOW", "SOFTCAP"), False),
-        **changed,
-    }
+    flags = replace(Flags(groups), **changed)
+    constants = {"KEY": shape.key, "VALUE": shape.value, "TILE": shape.tile, "ROPE": roping, "FLAGS": flags}
     names = triton_kernel.attend_split.arg_names
-    kinds = {"scaling": "fp32", "softcap": "fp32", **POINTERS, **dict.fromkeys(constants, "constexpr")}
-    exact = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    kinds.update(dict.fromkeys(("query", "exact_query", "keys", "values"), exact))
-    if scheme.key.rotates:
-        kinds["query"] = "*fp32"
+    exact = EXACT[dtype]
+    kinds = {
+        **dict.fromkeys(names, "i32"), **GROUPS, **dict.fromkeys(constants, "constexpr"),
+        "query": "*fp32" if scheme.key.rotates else exact, "exact": (exact,) * 3,
+    }  # fmt: skip
     source = ASTSource(
-        fn=triton_kernel.attend_split,
-        signature={name: kinds.get(name, "i32") for name in names},
-        constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED},
+        fn=triton_kernel.attend_split, signature=kinds, constexprs=constants, attrs=aligned(names, kinds)
     )
     return source, shape, record
 
@@ -97,9 +113,9 @@ def compiled(scheme: Scheme, channels: int, groups: int, capability: int) -> tup
 VARIANTS: tuple[tuple[str, int, torch.dtype, dict[str, Any]], ...] = (
     ("int4", 128, torch.bfloat16, {}),
     ("default", 128, torch.bfloat16, {}),
-    ("small", 80, torch.float32, {"SOFTCAP": True, "RAGGED": True}),
-    ("lm3,centred", 96, torch.float16, {"MASK": 2, "PADDED": True, "PLAIN": False, "SINGLE": False}),
-    ("kivi2", 112, torch.float32, {"MASK": 1, "WINDOW": True, "PLAIN": False, "IN_ORDER": False}),
+    ("small", 80, torch.float32, {"softcap": True, "ragged": True}),
+    ("lm3,centred", 96, torch.float16, {"mask": 2, "padded": True, "plain": False, "single": False}),
+    ("kivi2", 112, torch.float32, {"mask": 1, "window": True, "plain": False, "in_order": False}),
     ("int3-channel-1%,centred", 64, torch.bfloat16, {}),
     ("fp8-static,centred", 64, torch.float16, {}),
     ("nuq4-1%", 64, torch.float32, {}),
@@ -189,7 +205,7 @@ def row_for(name: str, channels: int, groups: int, capability: int) -> dict[str,
 
 
 def parser(description: str, what: str, names: str, out: str) -> argparse.ArgumentParser:
-    """What the scripts that compile ahead of time are told; ``names`` are those of ``what`` they compile."""
+    """Options of the scripts that compile ahead of time; ``names`` are the default of option ``--what``."""
     made = argparse.ArgumentParser(description=description.splitlines()[0])
     made.add_argument(f"--{what}", default=names, help="separated by commas")
     made.add_argument("--capabilities", default="80,89,90")

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from kvbits.attend.call import Call
 from kvbits.attend.triton.shape import (
+    Flags,
     Roping,
     Shape,
     outliers_in,
@@ -197,7 +198,7 @@ def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Ten
     unused = tops
     plain = call.mask is None and call.window is None and view.rows.valid is None and view.offset == 0
     column_of = None if plain or view.column_of is None else view.column_of.to(query.device)
-    counts, held = _lengths(view, query.device) if lengths is None else lengths
+    counts, exact_counts = _lengths(view, query.device) if lengths is None else lengths
     mask = None
     if call.mask is not None:
         mask = call.mask.expand(batch, query.shape[1], -1, -1)
@@ -206,26 +207,36 @@ def _split(call: Call, lengths: Lengths | None) -> tuple[torch.Tensor, torch.Ten
     packed_query = query if packed_query is None else packed_query  # float32 stays: the kernel rounds it once
     angles = _angles(view, roping, parts, unused)
     pool = blocks.pool
+    flags = Flags(
+        group_rows,
+        single=queries == 1,
+        in_order=blocks.in_order,
+        ragged=counts is not None,
+        padded=column_of is not None,
+        mask=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
+        window=call.window is not None,
+        softcap=call.softcap is not None,
+        plain=plain,
+    )
     attend_split[(total, batch * heads, row_tiles)](
-        packed_query, query, view.keys, view.values, pool.view(torch.int16),
-        pool.view(torch.int32), pool.view(torch.bfloat16), pool.view(torch.float16), blocks.table,
-        unused if counts is None else counts, unused if held is None else held,
-        unused if column_of is None else column_of, unused if mask is None else mask,
-        *_params(scheme.key, view.key_params, "keys", blocks.derived, parts, unused),
-        *_params(scheme.value, view.value_params, "values", blocks.derived, parts, unused),
-        *angles, unused if mean is None else mean,
-        partial, tops, weights,
+        packed_query,
+        (query, view.keys, view.values),
+        (pool.view(torch.int16), pool.view(torch.int32), pool.view(torch.bfloat16), pool.view(torch.float16)),
+        (blocks.table, *(unused if x is None else x for x in (counts, exact_counts, column_of))),
+        unused if mask is None else mask,
+        _params(scheme.key, view.key_params, "keys", blocks.derived, parts, unused),
+        _params(scheme.value, view.value_params, "values", blocks.derived, parts, unused),
+        angles,
+        unused if mean is None else mean,
+        (partial, tops, weights),
         blocks.counts[0], view.held[0], splits, per_split, exact_per_split, view.rows.columns - queries, view.offset,
         call.window or 0, view.sinks + view.dropped, queries,
-        batch, heads, view.sinks, call.scaling, call.softcap or 1.0,
-        *packed_query.stride()[:3], *query.stride()[:3], *view.keys.stride()[:3], *view.values.stride()[:3],
         blocks.table.stride(0), 0 if column_of is None else column_of.stride(0),
-        0 if angles[0].shape[0] == 1 else angles[0].stride(0),
-        *((0, 0, 0, 0) if mask is None else mask.stride()),
-        KEY=shape.key, VALUE=shape.value, TILE=shape.tile, ROPE=roping, GROUP_ROWS=group_rows, SINGLE=queries == 1,
-        IN_ORDER=blocks.in_order, RAGGED=counts is not None, PADDED=column_of is not None,
-        MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2, WINDOW=call.window is not None, PLAIN=plain,
-        SOFTCAP=call.softcap is not None, EXACT_TILE=32,
+        0 if angles[0].shape[0] == 1 else angles[0].stride(0), *((0, 0, 0, 0) if mask is None else mask.stride()),
+        (batch, heads, view.sinks),
+        tuple(x.stride()[:3] for x in (packed_query, query, view.keys, view.values)),
+        (call.scaling, call.softcap or 1.0),
+        KEY=shape.key, VALUE=shape.value, TILE=shape.tile, ROPE=roping, FLAGS=flags,
         num_warps=tuning.warps, num_stages=tuning.stages,
         **({"maxnreg": tuning.registers} if tuning.registers and torch.version.cuda else {}),
     )  # fmt: skip
@@ -236,8 +247,8 @@ def _lengths(view: KVView, device: torch.device) -> tuple[torch.Tensor | None, t
     """Blocks and exact tokens of each row on the device, where rows differ."""
     if view.even:
         return None, None
-    counts, held = torch.tensor([view.blocks.counts, view.held], dtype=torch.int32, device=device)
-    return counts, held
+    counts, exact_counts = torch.tensor([view.blocks.counts, view.held], dtype=torch.int32, device=device)
+    return counts, exact_counts
 
 
 def _cut(blocks: int, exact: int, tiles: int, wanted: int, shape: Shape) -> tuple[int, int]:

@@ -216,6 +216,32 @@ class Roping:
 
 
 @dataclass(frozen=True)
+class Flags:
+    """What one call asks for, beside formats, tiles and the rotary embedding.
+
+    Attributes:
+        group_rows: query heads of a KV head.
+        single: whether there is one query a row.
+        in_order: whether blocks lie in the pool in the order of the table.
+        ragged: whether rows hold different numbers of tokens.
+        padded: whether the columns of tokens are looked up.
+        mask: 0 none, 1 bool, 2 additive.
+        window, softcap: whether there is one.
+        plain: whether all queries see all packed tokens.
+    """
+
+    group_rows: int
+    single: bool = True
+    in_order: bool = True
+    ragged: bool = False
+    padded: bool = False
+    mask: int = 0
+    window: bool = False
+    softcap: bool = False
+    plain: bool = True
+
+
+@dataclass(frozen=True)
 class Shape:
     """What stays the same from step to step in one layer."""
 

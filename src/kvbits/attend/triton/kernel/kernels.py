@@ -13,38 +13,51 @@ from kvbits.attend.triton.kernel.softmax import LOG2E
 
 @triton.jit(
     do_not_specialize=(
-        "block_count", "held_count", "splits", "blocks_per_split", "exact_per_split", "query_columns", "offset",
+        "block_count", "exact_count", "splits", "blocks_per_split", "exact_per_split", "query_columns", "offset",
         "window", "first_token", "queries", "table_b", "column_b", "angle_b", "mask_b", "mask_h", "mask_q",
     )
 )  # fmt: skip
 def attend_split(
-    query, exact_query, keys, values, pool, words, scales, zeros, table, counts, held, column_of, mask,
-    key_scale, key_zero, key_table, value_scale, value_zero, value_table, base_cos, base_sin, step_cos, step_sin,
-    key_mean, out, tops, weights,
-    block_count, held_count, splits, blocks_per_split, exact_per_split, query_columns, offset, window, first_token,
-    queries, batch, heads, sinks, scaling, softcap,
-    q_b, q_h, q_q, e_b, e_h, e_q, k_b, k_h, k_t, v_b, v_h, v_t, table_b, column_b, angle_b, mask_b, mask_h, mask_q,
-    mask_c, KEY: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr, ROPE: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    SINGLE: tl.constexpr, IN_ORDER: tl.constexpr, RAGGED: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr,
-    WINDOW: tl.constexpr, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr, EXACT_TILE: tl.constexpr,
+    query, exact, pools, lookup, mask, key_params, value_params, angles, key_mean, found,
+    block_count, exact_count, splits, blocks_per_split, exact_per_split, query_columns, offset, window, first_token,
+    queries, table_b, column_b, angle_b, mask_b, mask_h, mask_q, mask_c, sizes, strides, scores,
+    KEY: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr, ROPE: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """One split of one row and KV head: ``out [splits + exact splits, B * H, rows, Dv]``, maxima, sums of weights.
 
-    Split numbers below ``splits`` are packed blocks, the others exact tokens. ``words``, ``scales`` and ``zeros`` are
-    the pool as int32, bfloat16 and float16. PLAIN: all packed tokens are seen by all queries.
+    Split numbers below ``splits`` are packed blocks, the others exact tokens. Numbers that change from step to step
+    stand by themselves: Triton compiles anew for those in a tuple that become 1 or a multiple of 16.
+
+    Args:
+        query: as packed keys meet it.
+        exact: the query as it came, exact keys and exact values.
+        pools: the pool as int16, int32, bfloat16 and float16.
+        lookup: the table of blocks; blocks and exact tokens of each row; the column of each token.
+        key_params, value_params: static scale and zero, and the table.
+        angles: cosines and sines of blocks, and within a block.
+        found: outputs, maxima and sums of weights.
+        sizes: rows, KV heads and sinks.
+        strides: of the query, the exact query, exact keys and exact values, each over rows, heads and tokens.
+        scores: the scaling and the soft cap.
     """
+    exact_query, keys, values = exact
+    table, block_counts, exact_counts, column_of = lookup
+    base_cos, base_sin, step_cos, step_sin = angles
+    out, tops, weights = found
+    batch, heads, sinks = sizes
+    (q_b, q_h, q_q), (e_b, e_h, e_q), (k_b, k_h, k_t), (v_b, v_h, v_t) = strides
     split = tl.program_id(0)
     pair = tl.program_id(1)
     b, h = pair // heads, pair % heads
-    rows = GROUP_ROWS * queries
+    rows = FLAGS.group_rows * queries
     row = tl.program_id(2) * TILE.queries + tl.arange(0, TILE.queries)
     row_live = row < rows
-    head = h * GROUP_ROWS + row // queries
+    head = h * FLAGS.group_rows + row // queries
     q = row % queries
     b64, head64, q64 = b.to(tl.int64), head.to(tl.int64), q.to(tl.int64)
-    if RAGGED:
-        block_count = tl.load(counts + b)
-        held_count = tl.load(held + b)
+    if FLAGS.ragged:
+        block_count = tl.load(block_counts + b)
+        exact_count = tl.load(exact_counts + b)
     state = (split * tl.num_programs(1) + pair) * rows + row
     target = (out + state.to(tl.int64) * VALUE.channels, tops + state, weights + state)
     column_row = column_of + b64 * column_b
@@ -53,21 +66,19 @@ def attend_split(
     if split < splits:
         first = split * blocks_per_split
         packed_split(
-            query + b64 * q_b + head64 * q_h + q64 * q_q, exact_q, (pool, words, scales, zeros),
-            (key_scale, key_zero, key_table), (value_scale, value_zero, value_table),
+            query + b64 * q_b + head64 * q_h + q64 * q_q, exact_q, pools, key_params, value_params,
             (base_cos + b64 * angle_b, base_sin + b64 * angle_b, step_cos, step_sin), key_mean + h * KEY.channels,
             (table + b64 * table_b, batch, b, heads, h), target, first,
-            tl.minimum(first + blocks_per_split, block_count), seeing, column_row, first_token, row_live, scaling,
-            softcap, KEY, VALUE, TILE, ROPE, IN_ORDER, PADDED, MASK, WINDOW, PLAIN, SOFTCAP,
+            tl.minimum(first + blocks_per_split, block_count), seeing, (column_row, first_token), row_live, scores,
+            KEY, VALUE, TILE, ROPE, FLAGS,
         )  # fmt: skip
     else:
         first = (split - splits) * exact_per_split
         exact_split(
-            exact_q, keys + b64 * k_b + h.to(tl.int64) * k_h, values + b64 * v_b + h.to(tl.int64) * v_h, target,
-            first, tl.minimum(first + exact_per_split, held_count), k_t, v_t, sinks,
-            block_count * TILE.tokens + first_token - sinks, seeing, column_row, row_live, scaling, softcap,
-            TILE.queries, KEY.channels, KEY.padded, VALUE.channels, VALUE.padded, EXACT_TILE, PADDED, MASK, WINDOW,
-            PLAIN and SINGLE and not MASK, SOFTCAP,
+            exact_q, (keys + b64 * k_b + h.to(tl.int64) * k_h, k_t), (values + b64 * v_b + h.to(tl.int64) * v_h, v_t),
+            target, first, tl.minimum(first + exact_per_split, exact_count), seeing,
+            (column_row, sinks, block_count * TILE.tokens + first_token - sinks), row_live, scores,
+            KEY, VALUE, TILE, FLAGS,
         )  # fmt: skip
 
 

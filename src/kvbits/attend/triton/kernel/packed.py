@@ -15,10 +15,9 @@ from kvbits.attend.triton.kernel.values import add_outliers, add_values, finish
 
 @triton.jit
 def packed_split(
-    q_at, exact_q_at, pools, key_params, value_params, angles, mean, home, target, first, last, seeing, column_row,
-    first_token, row_live, scaling, softcap, KEY: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr,
-    ROPE: tl.constexpr, IN_ORDER: tl.constexpr, PADDED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
-    PLAIN: tl.constexpr, SOFTCAP: tl.constexpr,
+    q_at, exact_q_at, pools, key_params, value_params, angles, mean, home, target, first, last, seeing, columns,
+    row_live, scores, KEY: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr, ROPE: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Blocks ``first .. last - 1``.
 
@@ -26,8 +25,13 @@ def packed_split(
         q_at, exact_q_at: queries as packed keys meet them, and as they came.
         target: where outputs, maxima and sums of weights of the query rows go.
         seeing: what :func:`hide_unseen` asks for.
+        columns: where the columns of the row's tokens are looked up, and the first packed token.
+        scores: the scaling and the soft cap.
     """
     _, _, _, _, h = home
+    column_row, first_token = columns
+    scaling, softcap = scores
+    in_order: tl.constexpr = FLAGS.in_order
     tile_row = tl.arange(0, TILE.rows)
     bi, rr = tile_row // TILE.slice, tile_row % TILE.slice
     slices: tl.constexpr = TILE.slices
@@ -60,45 +64,45 @@ def packed_split(
         block = at + bi
         block_live = block < last
         if TILE.blocks == 1:
-            base = record_at(at, home, TILE, IN_ORDER) + tl.full([TILE.rows], 0, tl.int64)
+            base = record_at(at, home, TILE, in_order) + tl.full([TILE.rows], 0, tl.int64)
         else:
             block = tl.minimum(block, last - 1)  # dead rows read what is there
-            base = record_at(block, home, TILE, IN_ORDER)
+            base = record_at(block, home, TILE, in_order)
         if ropes_mean:
             means = mean_scores(angles, roped_shares(angles, shares, at, last, ROPE, TILE), KEY, ROPE, TILE)
         if unroped_keys:
             roped = roped_pieces(queries, angles, at, last, KEY, TILE, ROPE)
 
-        scores = ()
+        found = ()
         for j in tl.static_range(slices):
             if unroped_keys:
                 s = unroped_scores(
-                    roped, pools, key_params, angles, base, at, last, home, h, j, KEY, TILE, ROPE, IN_ORDER
+                    roped, pools, key_params, angles, base, at, last, home, h, j, KEY, TILE, ROPE, in_order
                 )  # fmt: skip
             else:
-                s = scores_of(queries, pools, key_params, base, at, last, home, j, KEY, TILE, IN_ORDER)
+                s = scores_of(queries, pools, key_params, base, at, last, home, j, KEY, TILE, in_order)
             if apart:
                 s *= factor
             if KEY.outliers:
                 s = with_outliers(
-                    s, q_at, pools, angles, at, last, home, row_live, scaling, j, KEY, TILE, ROPE, IN_ORDER,
+                    s, q_at, pools, angles, at, last, home, row_live, scaling, j, KEY, TILE, ROPE, in_order,
                     unroped_keys,
                 )  # fmt: skip
             if ropes_mean:
                 s += means[j]
-            s = base2(s, 1.0 if apart else factor, bias[None, :], softcap, SOFTCAP)
-            if MASK or not PLAIN:
+            s = base2(s, 1.0 if apart else factor, bias[None, :], softcap, FLAGS.softcap)
+            if FLAGS.mask or not FLAGS.plain:
                 column = first_token + block * TILE.tokens + rr + j * TILE.slice
-                if PADDED:
+                if FLAGS.padded:
                     column = tl.load(column_row + column).to(tl.int32)
-                s = hide_unseen(s, column, block_live, seeing, row_live, MASK, not MASK, WINDOW, False)
+                s = hide_unseen(s, column, block_live, seeing, row_live, False, FLAGS)
             elif TILE.blocks > 1:
                 s = tl.where(block_live[:, None], s, float("-inf"))
-            scores = scores + (s,)  # noqa: RUF005 - the compiler knows no starred tuples
+            found = found + (s,)  # noqa: RUF005 - the compiler knows no starred tuples
 
-        largest = scores[0]
+        largest = found[0]
         for j in tl.static_range(1, slices):
-            largest = tl.maximum(largest, scores[j])
+            largest = tl.maximum(largest, found[j])
         new_top = tl.maximum(top, tl.max(largest, 0))
         pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
         fade = tl.exp2(top - pivot)
@@ -116,14 +120,14 @@ def packed_split(
             sparse_odd *= fade[None, :]
 
         for j in tl.static_range(slices):
-            p = tl.exp2(scores[j] - pivot[None, :])
+            p = tl.exp2(found[j] - pivot[None, :])
             weight += p
             if VALUE.outliers:
                 sparse_even, sparse_odd = add_outliers(
-                    sparse_even, sparse_odd, p, pools, at, last, home, j, VALUE, TILE, IN_ORDER
+                    sparse_even, sparse_odd, p, pools, at, last, home, j, VALUE, TILE, in_order
                 )  # fmt: skip
             even, odd, zero_sum = add_values(
-                even, odd, zero_sum, p, pools, value_params, base, at, last, home, j, VALUE, TILE, IN_ORDER
+                even, odd, zero_sum, p, pools, value_params, base, at, last, home, j, VALUE, TILE, in_order
             )  # fmt: skip
 
     even, odd = finish(even, odd, zero_sum, value_params, h, VALUE, TILE)

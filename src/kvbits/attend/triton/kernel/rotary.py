@@ -111,7 +111,7 @@ def mean_scores(angles, roped, KEY: tl.constexpr, ROPE: tl.constexpr, TILE: tl.c
                 s = dot(cos, bf16_part(with_cos, of_share), s)
                 s = dot(sin, bf16_part(with_sin, of_share), s)
     # Every slice has its tokens of all blocks; a tensor splits in two along its last side.
-    half: tl.constexpr = max(1, TILE.slices // 2)
+    half: tl.constexpr = TILE.slices // 2 if TILE.slices > 1 else 1  # Triton 3.5 knows no max of constants
     two: tl.constexpr = TILE.slices // half
     s = tl.permute(tl.reshape(s, (half, two, TILE.slice, TILE.blocks, TILE.queries)), (3, 2, 4, 0, 1))
     if TILE.slices == 1:

@@ -9,9 +9,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def hide_unseen(
-    s, column, live, seeing, real, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, FULL: tl.constexpr
-):  # fmt: skip
+def hide_unseen(s, column, live, seeing, real, FULL: tl.constexpr, FLAGS: tl.constexpr):
     """Scores in base 2 ``[T, NR]`` with what a query does not see at -inf.
 
     Args:
@@ -19,21 +17,21 @@ def hide_unseen(
         seeing: the row's mask; its strides over heads, queries and columns; column, head and number of each query; the
             first column of the mask; the window.
         real: which query rows are no padding.
-        MASK: 0 none, 1 bool, 2 additive; FULL: tokens that all queries see, but for ``live``.
+        FULL: whether all queries see these tokens, but for ``live``.
     """
     mask, mask_h, mask_q, mask_c, query_column, head, query, offset, window = seeing
     seen = live[:, None]
     if not FULL:
         seen = seen & (column >= offset)[:, None]
-        if CAUSAL:
+        if not FLAGS.mask:
             seen = seen & (column[:, None] <= query_column[None, :])
-        if WINDOW:
+        if FLAGS.window:
             seen = seen & (column[:, None] > query_column[None, :] - window)
-    if MASK:
+    if FLAGS.mask:
         of_query = head.to(tl.int64) * mask_h + query.to(tl.int64) * mask_q  # a long chunk's reaches beyond 2**31
         at = mask + of_query[None, :] + ((column - offset) * mask_c)[:, None]
         given = tl.load(at, mask=seen & real[None, :], other=0)
-        if MASK == 1:
+        if FLAGS.mask == 1:
             seen = seen & (given != 0)
         else:
             s = s + given.to(tl.float32) * LOG2E
