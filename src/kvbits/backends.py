@@ -1,6 +1,6 @@
 """What attention kernels and encoders both stand on: the compiled module ``kvbits._native``, and Triton.
 
-The module is told of formats in numbers: places in the tuples here, which are the enums of ``native/format.hpp``.
+The module knows formats by numbers: places in the tuples here, which are the enums of ``native/format.hpp``.
 """
 
 from __future__ import annotations

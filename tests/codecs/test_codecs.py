@@ -892,9 +892,9 @@ def test_rotated_outlier_channels_are_kept_like_normal_values(spelling: str, cha
     loud[..., 0] += 5  # a few channels with a mean of their own, as keys have
     loud[..., 7] -= 8
     straight = relative_error(round_trip(case, loud), loud)
-    turned = relative_error(round_trip(case, loud @ rotation) @ rotation.T, loud)
+    rotated = relative_error(round_trip(case, loud @ rotation) @ rotation.T, loud)
     if hadamard.block_of(channels) >= 32:
-        assert turned < 1.2 * case.bounds[1] < straight or turned < 0.8 * straight
+        assert rotated < 1.2 * case.bounds[1] < straight or rotated < 0.8 * straight
     # And what needs no rotation is as good with it.
     assert relative_error(round_trip(case, x @ rotation) @ rotation.T, x) <= 1.04 * relative_error(
         round_trip(case, x), x

@@ -159,9 +159,9 @@ def test_any_strides(name: str, dtype: torch.dtype) -> None:
     pieces = buffer[:, :, 4:260].unflatten(2, (2, 128))  # what a cache packs: [B, H, n, T, D]
     rows = normal(2, 128, 3, 64, seed=2, dtype=dtype).transpose(1, 2)  # heads beside each other, as a model has them
     narrow = normal(2, 128, 100, seed=3, dtype=dtype)[..., 3:67]
-    turned = normal(2, 64, 128, seed=4, dtype=dtype).transpose(1, 2)
+    transposed = normal(2, 64, 128, seed=4, dtype=dtype).transpose(1, 2)
     repeated = normal(1, 128, 64, seed=5, dtype=dtype).expand(4, 128, 64)
-    for x in (pieces, rows, narrow, turned, repeated, normal(128, 64, seed=6, dtype=dtype)):
+    for x in (pieces, rows, narrow, transposed, repeated, normal(128, 64, seed=6, dtype=dtype)):
         assert_right(codec, x)
 
 

@@ -208,10 +208,10 @@ class Grouped(Codec):
             ValueError: if they are for other heads.
         """
         heads, channels = x.shape[-4] if x.ndim > 3 else 1, x.shape[-1]
-        held = tuple(params["scale"].shape)
-        if held != (heads, channels):
+        fitted = tuple(params["scale"].shape)
+        if fitted != (heads, channels):
             raise ValueError(
-                f"the static scales of {self} are for {held[0]} heads of {held[1]} channels, "
+                f"the static scales of {self} are for {fitted[0]} heads of {fitted[1]} channels, "
                 f"not for {heads} of {channels}: they were taken from another layer or model"
             )
         return params["scale"].to(x.device), params["zero"].to(x.device)
