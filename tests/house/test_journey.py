@@ -20,6 +20,7 @@ import kvbits
 import zoo
 from kvbits.backends import instruction_set
 from kvbits.hf.names import cache_name
+from kvbits.numerics import hadamard
 
 PAGE = Path(__file__).parents[2] / "docs" / "journey.md"
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(encoding="utf-8"), flags=re.S | re.M))
@@ -86,6 +87,7 @@ class Journey:
         self.model = zoo.build("llama", head_dim=64, max_position_embeddings=4096)
         self.ids = zoo.prompt(1, 2052)
         self.cache: Any = None
+        hadamard.rotation.cache_clear()  # made once for a process, perhaps by another test
 
     def call(self, first: int, last: int) -> None:
         with torch.no_grad():
