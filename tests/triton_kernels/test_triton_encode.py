@@ -198,7 +198,7 @@ def test_static_scales_of_other_heads_are_refused() -> None:
 @pytest.mark.parametrize(
     ("spelling", "shape", "dtype", "reason"),
     [
-        ("exact", (32, 16), torch.float32, "exact (the codecs of kvbits that pack run)"),
+        ("exact", (32, 16), torch.float32, "exact (codecs that say how they choose run)"),
         ("int4", (24, 16), torch.float32, "blocks of 24 tokens (powers of two from 16 run)"),
         ("int4", (32, 520), torch.float32, "head_dim 520 (up to 512 run)"),
         ("int4", (32, 16), torch.float64, "torch.float64 (float32, bfloat16 or float16 run)"),
@@ -212,12 +212,17 @@ def test_what_it_cannot_run(spelling: str, shape: tuple[int, int], dtype: torch.
 
 
 class Twisted(Affine):
-    """A codec of somebody else's: whatever it inherits, its ``encode`` may be another."""
+    """A codec of somebody else's, with an ``encode`` of its own."""
+
+    def encode(self, x: torch.Tensor, params: Params) -> Packed:
+        return super().encode(-x, params)
 
 
 @needs_triton
-def test_other_codecs_are_refused() -> None:
-    assert fast.why_not(Twisted(4), torch.zeros(32, 16, device=DEVICE)) == ["int4 (the codecs of kvbits that pack run)"]
+def test_codecs_that_encode_otherwise_are_refused() -> None:
+    assert fast.why_not(Twisted(4), torch.zeros(32, 16, device=DEVICE)) == [
+        "int4 (codecs that say how they choose run)"
+    ]
 
 
 def test_on_a_cpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
